@@ -38,6 +38,8 @@ EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 BATCH = HeaviestBatch(rows=4, tokens=512, scored_tokens=400, longest=200)
 LONGEST = 200
 LORA = Adapter(r=8)
+QLORA: dict[str, Any] = {"adapter": LORA, "quantize": "4bit"}
+DOWN_ALONE = Adapter(r=8, target_modules=("q_proj",), target_parameters=("experts.down_proj",))
 DORA = Adapter(r=8, kind="dora")
 RANDOM_STATE_BYTES = 5056
 """torch's CPU random state, which each checkpointed layer keeps to draw again: no operator makes it. On a GPU
@@ -350,6 +352,21 @@ ARCHITECTURES = {
     "qwen3_moe": arch("qwen3_moe", head_dim=32, moe_intermediate_size=96, **EXPERTS),
     "qwen3_moe, checkpointed": arch("qwen3_moe", EVERY, head_dim=32, moe_intermediate_size=96, **EXPERTS),
     "qwen3_moe, LoRA": arch("qwen3_moe", {"adapter": LORA}, head_dim=32, moe_intermediate_size=96, **EXPERTS),
+    "qwen3_moe, QLoRA": arch("qwen3_moe", QLORA, head_dim=32, moe_intermediate_size=96, **EXPERTS),
+    "qwen3_moe, 8-bit, attention alone": arch(
+        "qwen3_moe",
+        EVERY | {"quantize": "8bit", "adapter": Adapter(r=8, target_modules=("q_proj", "o_proj"))},
+        head_dim=32,
+        moe_intermediate_size=96,
+        **EXPERTS,
+    ),
+    "qwen3_moe, QLoRA of down projections": arch(
+        "qwen3_moe",
+        EVERY | {"quantize": "4bit", "adapter": DOWN_ALONE},
+        head_dim=32,
+        moe_intermediate_size=96,
+        **EXPERTS,
+    ),
     "mixtral": arch("mixtral", sliding_window=None, **EXPERTS),
     "qwen3_moe, evened": arch("qwen3_moe", EVENED, head_dim=32, moe_intermediate_size=96, **EXPERTS),
     "mixtral, evened, checkpointed": arch("mixtral", EVENED | EVERY, sliding_window=None, **EXPERTS),

@@ -16,6 +16,7 @@ from memtrain.memory.estimate.context_parallel import (
     num_gathered_kv,
     ulysses_kept,
 )
+from memtrain.memory.estimate.quantized import unpacked_bytes
 from memtrain.memory.estimate.workload import Workload
 
 MASK_BLOCK = 128
@@ -85,20 +86,34 @@ def _needs_product(load: Workload) -> bool:
 def experts_kept(load: Workload) -> int:
     """Kept by a mixture of experts (grouped products), in which every token stands k times.
 
-    Gate, up, activated gate and product of its k experts, their outputs before and after weighting, and
-    the router's scores.
+    Gate, up and activated gate of its k experts, their outputs before weighting, and the router's scores;
+    where a stack is trained or adapted also the tokens that enter it, and what its adapters make of them.
     """
     experts = load.shape.experts
     if experts is None:
         return 0
     copies = load.N * experts.num_per_token
-    rows = copies * load.a * (2 * load.shape.width + 4 * experts.mlp_width)
-    # PEFT adapts stacked experts by adding to their weights, which are then kept in full.
-    is_adapted = load.settings.adapter is not None and "all-linear" in load.settings.adapter.target_modules
-    summed = load.a * experts.num_experts * 2 * experts.mlp_width * load.shape.width if is_adapted else 0
+    ranks = stack_ranks(load)
+    of_gate_up, of_down = (
+        load.trains_all or ranks.get(name, 0) > 0 for name in ("gate_up_proj", "down_proj")
+    )
+    width = (1 + of_gate_up) * load.shape.width + (3 + of_down) * experts.mlp_width
+    rows = copies * load.a * (width + sum(ranks.values()))
+    # Adapters in half precision are rounded for each pass, and kept.
+    rounded = 0
+    if load.is_half and load.settings.adapter is not None:
+        rounded = load.a * sum(s.num_adapter(ranks.get(s.name, 0)) for s, _ in load.shape.stacks)
     # The load-balance loss keeps probabilities, the tokens' weights, and what both come to.
     evened = load.N * (4 * experts.num_experts + 8) if load.settings.router_aux_loss_coef else 0
-    return rows + summed + load.N * experts.num_experts * (4 + load.a) + copies * 40 + evened
+    return rows + rounded + load.N * experts.num_experts * (4 + load.a) + copies * 40 + evened
+
+
+def stack_ranks(load: Workload) -> dict[str, int]:
+    """Ranks of the adapters of each stack of experts, by name."""
+    adapter = load.settings.adapter
+    if adapter is None:
+        return {}
+    return {stack.name: load.shape.rank_of(adapter, stack) for stack, _ in load.shape.stacks}
 
 
 def layer_kept(load: Workload) -> int:
@@ -142,7 +157,22 @@ def mlp_backward(load: Workload) -> int:
     experts = shape.experts
     width = max(shape.mlp_width, experts.num_per_token * experts.mlp_width if experts else 0)
     factors = 1 if load.settings.liger else 2 + (load.is_fused and not _needs_product(load))
-    return layer_kept(load) + a * N * (shape.width + factors * width) + _in_float(load, 16 * N * width)
+    made = a * N * (shape.width + factors * width) + _experts_backward(load)
+    return layer_kept(load) + made + _in_float(load, 16 * N * width)
+
+
+def _experts_backward(load: Workload) -> int:
+    """Gradients of the experts' outputs for all copies of a token, and temporary copies of these.
+
+    Source: seen in traces of Qwen3-MoE shapes (torch 2.13): 2.5 of a*N*k*W, 2 where experts are packed or
+    trained, 1 where they are adapted.
+    """
+    experts = load.shape.experts
+    if experts is None:
+        return 0
+    is_adapted = any(stack_ranks(load).values())
+    copies = 1.0 if is_adapted else 2.0 if load.trains_all or load.settings.quantize != "none" else 2.5
+    return round(copies * load.a * load.N * experts.num_per_token * load.shape.width)
 
 
 def attention_backward(load: Workload) -> int:
@@ -246,10 +276,11 @@ def _in_float(load: Workload, num_bytes: int) -> int:
 
 
 def dequantized(load: Workload) -> int:
-    """Weights of the largest linear map in the precision of the computation, while they are multiplied."""
+    """Weights of the largest linear map, or of the experts that are unpacked at once, in the precision of the
+    computation, while they are multiplied."""
     if load.settings.quantize == "none":
         return 0
-    return load.a * load.shape.largest_linear
+    return unpacked_bytes(load.shape, load.a, load.settings.quantize, load.settings.device)
 
 
 def _keeps_input(load: Workload, *names: str) -> bool:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 
 from memtrain.memory.estimate.workload import Workload
-from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights
-from memtrain.recipes.sections.model import Adapter
 
 
 def adapter_kept(load: Workload) -> int:
@@ -49,15 +47,4 @@ def rounded_adapters(load: Workload) -> int:
     is_plain = adapter.kind != "dora" and not adapter.dropout and math.frexp(scale)[0] == 0.5
     if not is_plain or shards_weights(settings):
         return 0
-    return load.a * (load.shape.num_adapter(adapter) - _num_stacked(load.shape, adapter))
-
-
-def _num_stacked(shape: ModelShape, adapter: Adapter) -> int:
-    """Parameters of adapters on stacked experts, which PEFT adds to their weights."""
-    if "all-linear" not in adapter.target_modules:
-        return 0
-    if shape.counts is not None:
-        return sum(2 * adapter.r * number * (rows + columns) for number, rows, columns in shape.counts.stacks)
-    if shape.experts is None:
-        return 0
-    return shape.num_expert_layers * shape.experts.num_adapter(shape.width, adapter.r)
+    return load.a * (load.shape.num_adapter(adapter) - load.shape.num_stack_adapter(adapter))

@@ -325,10 +325,11 @@ def kept_despite(load: Workload) -> int:
     Source: bitsandbytes 0.50.2, autograd/_functions.py: MatMul8bitLt holds its input as an attribute, which
     hooks on saved tensors do not see. Seen on a CPU by tests/trainers/tools/trace/test_trace_bits.py.
     """
-    if load.settings.quantize != "8bit":
+    if load.settings.quantize != "8bit" or load.settings.device == "cpu":
         return 0
     shape = load.shape
-    return load.a * load.N * (2 * shape.width + shape.query_width + shape.mlp_width)
+    dense = shape.width + shape.mlp_width if shape.num_expert_layers < shape.num_layers else 0
+    return load.a * load.N * (shape.width + shape.query_width + dense)
 
 
 def kept_bytes(load: Workload) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
+from memtrain.memory.estimate.quantized import expert_bytes, linear_bytes
 from memtrain.memory.estimate.sharded.sharding import share
 from memtrain.memory.estimate.weights_offload import away, device_bytes, num_trained_away
 from memtrain.memory.estimate.workload import DTYPE_BYTES
@@ -14,11 +15,6 @@ from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB
-
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a 4-bit weight: half a byte, an 8-bit scale for 64, a float32 scale for 256 of those.
-Source: Dettmers et al. 2023, arXiv:2305.14314, section 3."""
-
 
 MASTER_BUCKET = 256 * MIB
 """Most bytes of float32 gradients that the master-weight optimizer makes at once (one tensor's may be more).
@@ -84,14 +80,13 @@ def trains_head(settings: Settings) -> bool:
 
 
 def weights_bytes(settings: Settings, shape: ModelShape) -> int:
-    """Stored weights: parameters in `dtype`, or the layers' linear maps in 4 or 8 bits; adapters beside."""
-    size = DTYPE_BYTES[settings.dtype]
-    linear = shape.num_linear_weights
-    frozen = {
-        "none": size * shape.num_parameters,
-        "4bit": size * (shape.num_parameters - linear) + round(NF4_BYTES * linear),
-        "8bit": size * (shape.num_parameters - linear) + linear,
-    }[settings.quantize]
+    """Stored weights: parameters in `dtype`, or the layers' linear maps and experts in 4 or 8 bits; adapters
+    beside."""
+    frozen = DTYPE_BYTES[settings.dtype] * shape.num_parameters
+    if settings.quantize != "none":
+        plain = shape.num_parameters - shape.num_linear_weights - shape.num_expert_weights
+        frozen = DTYPE_BYTES[settings.dtype] * plain
+        frozen += linear_bytes(shape, settings.quantize) + expert_bytes(shape, settings.quantize)
     if settings.adapter is None:
         return frozen
     return frozen + sum(count * each for count, each in trained_parts(settings, shape))

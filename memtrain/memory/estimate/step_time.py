@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memtrain.memory.estimate.activations import layer_boundary, layer_kept
+from memtrain.memory.estimate.activations import layer_boundary, layer_kept, stack_ranks
 from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.estimate.context_parallel import num_gathered_kv, ulysses_width
 from memtrain.memory.estimate.loss_tiles import tile_tokens
@@ -178,10 +178,13 @@ def _layer_operations(load: Workload) -> float:
     linear = 2.0 * load.N * sum(part.num_inputs * part.num_outputs for part in shape.linears)
     if shape.experts is not None:
         experts = 3 * shape.width * shape.experts.mlp_width * shape.experts.num_per_token
-        attention_maps = sum(p.num_inputs * p.num_outputs for p in shape.linears[:4])
+        # Counted layers name what stands beside their experts: attention, shared experts.
+        maps = shape.linears[:4] if shape.counts is None else shape.linears
+        attention_maps = sum(p.num_inputs * p.num_outputs for p in maps)
         linear = 2.0 * load.N * (attention_maps + experts)
     if settings.adapter is not None:
         linear += 2.0 * load.N * shape.num_adapter_per_layer(settings.adapter) * 2
+        linear += 4.0 * load.N * _expert_adapter(load)
     if num_slices(load) > 1:
         # The backward pass makes queries, keys and values of all slices once more before it begins.
         linear_again = 2.0 * load.N * shape.width * (shape.query_width + 2 * shape.kv_width)
@@ -192,6 +195,15 @@ def _layer_operations(load: Workload) -> float:
     attention = factor * shape.query_width * sum_of_squares(load) / settings.context_parallel
     passes = linear * (forward + backward) + linear_again
     return shape.num_layers * (passes + attention * (forward + FLASH_BACKWARD))
+
+
+def _expert_adapter(load: Workload) -> int:
+    """Parameters of adapters that a token meets among its experts."""
+    shape, ranks = load.shape, stack_ranks(load)
+    if shape.experts is None:
+        return 0
+    widths = {stack.name: stack.num_rows + stack.num_columns for stack, _ in shape.stacks}
+    return shape.experts.num_per_token * sum(rank * widths[name] for name, rank in ranks.items())
 
 
 def num_slices(load: Workload) -> int:
@@ -238,8 +250,9 @@ def _layer_traffic(load: Workload) -> float:
         moved *= FUSED_TRAFFIC
     if load.settings.quantize != "none":
         stored = 0.516 if load.settings.quantize == "4bit" else 1.0
-        weights = load.shape.num_linear_weights / load.shape.num_layers
-        moved += weights * (stored + 2 * load.a) * (forward + 1)
+        weights = (load.shape.num_linear_weights + load.shape.num_expert_weights) / load.shape.num_layers
+        # Unpacked for each product: of every slice where a layer goes over the row in slices.
+        moved += weights * (stored + 2 * load.a) * (forward + 1) * num_slices(load)
     return load.shape.num_layers * moved
 
 

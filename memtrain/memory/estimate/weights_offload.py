@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from memtrain.memory.estimate.quantized import expert_bytes
 from memtrain.memory.estimate.workload import DTYPE_BYTES
 from memtrain.memory.hardware.devices import CPU_RATES, Hardware
 from memtrain.memory.model_shape.shape import ModelShape
@@ -19,7 +20,8 @@ ALIGN_BYTES = 256
 """Alignment in bytes of each weight in its layer's block, for kernels that need it."""
 
 PACKED_BYTES = 0.5
-"""Bytes of a 4-bit weight that travel; its scales are few, and stay on the device."""
+"""Bytes of a linear map's 4-bit weight that travel; its scales are few, and stay on the device. Those of
+experts travel with them."""
 
 HOST_CORES = 5
 """Cores that read and write a host's memory as fast as it goes: two channels of DDR5, 40 GB/s, at what one
@@ -61,11 +63,12 @@ def away(settings: Settings, shape: ModelShape) -> Away:
     if settings.adapter is None:
         ends = size * shape.num_embedding, size * shape.num_head
         return Away(size * shape.num_layer_parameters, size * largest, *ends)
-    share = 1.0
-    if settings.quantize == "4bit":
-        packed = shape.num_linear_weights / shape.num_layer_parameters
-        share = (packed * PACKED_BYTES + (1 - packed) * size) / size
-    return Away(round(share * size * shape.num_layer_parameters), round(share * size * largest), 0, 0)
+    if settings.quantize == "none":
+        return Away(size * shape.num_layer_parameters, size * largest, 0, 0)
+    linear, experts = shape.num_linear_weights, shape.num_expert_weights
+    travels = size * (shape.num_layer_parameters - linear - experts)
+    travels += round(PACKED_BYTES * linear) + expert_bytes(shape, settings.quantize)
+    return Away(travels, round(travels * largest / shape.num_layer_parameters), 0, 0)
 
 
 def trains_away(settings: Settings) -> bool:

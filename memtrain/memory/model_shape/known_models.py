@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from memtrain.memory.model_shape.mixtures import MIXTURES
 from memtrain.memory.model_shape.more_models import MORE_SHAPES
 
 
@@ -118,7 +119,7 @@ def _gemma3(
 
 # Source: the config.json that each model is published with. Their totals are held against the published
 # numbers of parameters by tests/memory/model_shape/test_known_models.py.
-_SHAPES: dict[str, dict[str, Any]] = dict(MORE_SHAPES) | {
+_SHAPES: dict[str, Mapping[str, Any]] = {**MORE_SHAPES, **MIXTURES} | {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),

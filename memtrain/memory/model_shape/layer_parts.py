@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,24 @@ class Linear:
         return self.num_outputs * (self.num_inputs + self.has_bias)
 
 
+class ExpertStack(NamedTuple):
+    """The matrices of all experts of a layer, in one tensor."""
+
+    name: str
+    num_experts: int
+    num_rows: int
+    num_columns: int
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers in it."""
+        return self.num_experts * self.num_rows * self.num_columns
+
+    def num_adapter(self, rank: int) -> int:
+        """Parameters of adapters of this rank on every expert."""
+        return rank * self.num_experts * (self.num_rows + self.num_columns)
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """The mixture of experts of a layer: a router and expert MLPs stored as two stacked tensors."""
@@ -32,10 +53,57 @@ class Experts:
         """Router, gates, up and down projections."""
         return self.num_experts * width * (1 + 3 * self.mlp_width)
 
-    def num_adapter(self, width: int, rank: int) -> int:
-        """Parameters that PEFT's `all-linear` adds: router, fused gate and up (at twice the rank), down."""
-        gate_up = 2 * (width + 2 * self.mlp_width)
-        return rank * (width + self.num_experts + self.num_experts * (gate_up + width + self.mlp_width))
+    def stacks(self, width: int) -> tuple[ExpertStack, ...]:
+        """Fused gates and up projections, and down projections."""
+        return (
+            ExpertStack("gate_up_proj", self.num_experts, 2 * self.mlp_width, width),
+            ExpertStack("down_proj", self.num_experts, width, self.mlp_width),
+        )
+
+
+EXPERTS_IN_ALL_LINEAR = frozenset(
+    [
+        "mixtral",
+        "minimax",
+        "minimax_m2",
+        "qwen2_moe",
+        "afmoe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "dots1",
+        "ernie4_5_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "longcat_flash",
+        "solar_open",
+        "mellum",
+        "qwen3_moe",
+        "beam",
+        "qwen3_next",
+        "hunyuan_v1_moe",
+        "flex_olmo",
+        "olmoe",
+        "exaone_moe",
+        "cohere2_moe",
+    ]
+)
+"""Model types whose experts and routers PEFT adapts by `all-linear`: those that had a linear map for each
+expert. Source: transformers 5.23, conversion_mapping.py; peft 0.21,
+utils/transformers_weight_conversion.py."""
+
+
+def stack_rank(adapter: Adapter, model_type: str, stack: str) -> int:
+    """Rank of an adapter on the stack of that name; 0 where it gets none.
+
+    By `all-linear` the halves of fused gates and up projections get the rank each.
+    """
+    if ALL_LINEAR in adapter.target_modules:
+        fused = 2 if stack == "gate_up_proj" else 1
+        return fused * adapter.r if model_type in EXPERTS_IN_ALL_LINEAR else 0
+    is_named = any(target.rsplit(".", 1)[-1] == stack for target in adapter.target_parameters)
+    return adapter.r if is_named else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +126,8 @@ class Counts:
     """Linear maps of the largest layer."""
     all_linears: tuple[tuple[Linear, int], ...]
     """Every linear map but the head with how often it is there."""
-    stacks: tuple[tuple[int, int, int], ...]
-    """(experts, rows, columns) of every stack of experts."""
+    stacks: tuple[tuple[ExpertStack, int], ...]
+    """Every stack of experts with how often it is there."""
     num_positions: int | None
     """Rows of a table of learnt positions: no token may stand later in a row."""
     is_eager: bool

@@ -11,9 +11,17 @@ from typing import Any, Literal
 
 from memtrain.errors import RecipeError
 from memtrain.memory.model_shape.config_names import canonical
-from memtrain.memory.model_shape.families import FAMILIES, FULL_EVERY, Family
-from memtrain.memory.model_shape.layer_parts import Counts, Experts, Linear
-from memtrain.recipes.sections.model import Adapter
+from memtrain.memory.model_shape.config_parts import experts_of, linears_of, num_expert_layers_of, window_of
+from memtrain.memory.model_shape.families import FAMILIES, Family
+from memtrain.memory.model_shape.layer_parts import (
+    EXPERTS_IN_ALL_LINEAR,
+    Counts,
+    Experts,
+    ExpertStack,
+    Linear,
+    stack_rank,
+)
+from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
 
 
 # No slots: sums over all layers are remembered, and a search asks for them thousands of times.
@@ -122,13 +130,26 @@ class ModelShape:
 
     @cached_property
     def num_linear_weights(self) -> int:
-        """Weights of the layers' linear maps, which quantization stores in 4 or 8 bits."""
+        """Weights of the layers' linear maps, which quantization stores in 4 or 8 bits; experts are apart."""
         if self.counts is not None:
             return self.counts.num_linear_weights
         dense = self.num_layers - self.num_expert_layers
         attention = sum(p.num_inputs * p.num_outputs for p in self.linears if p.name not in MLP_NAMES)
         mlp = sum(p.num_inputs * p.num_outputs for p in self.linears if p.name in MLP_NAMES)
         return self.num_layers * attention + dense * mlp
+
+    @cached_property
+    def stacks(self) -> tuple[tuple[ExpertStack, int], ...]:
+        """Every kind of stacked experts with how often it is there."""
+        if self.counts is not None:
+            return self.counts.stacks
+        kinds = () if self.experts is None else self.experts.stacks(self.width)
+        return tuple((kind, self.num_expert_layers) for kind in kinds)
+
+    @cached_property
+    def num_expert_weights(self) -> int:
+        """Weights of stacked experts, which quantization stores in 4 or 8 bits too."""
+        return sum(count * stack.num_weights for stack, count in self.stacks)
 
     @property
     def num_positions(self) -> int | None:
@@ -154,7 +175,7 @@ class ModelShape:
         """Numbers in the largest parameter."""
         if self.counts is not None:
             return self.counts.largest_tensor
-        stacked = self.experts.num_experts * 2 * self.experts.mlp_width * self.width if self.experts else 0
+        stacked = max((stack.num_weights for stack, _ in self.stacks), default=0)
         return max(self.num_embedding, stacked, self.largest_linear)
 
     @cached_property
@@ -182,9 +203,25 @@ class ModelShape:
         parts = [part for part in self.adapted(adapter) if not (expert and part.name in MLP_NAMES)]
         magnitudes = sum(part.num_outputs for part in parts) if adapter.kind == "dora" else 0
         added = adapter.r * sum(part.num_inputs + part.num_outputs for part in parts) + magnitudes
-        if expert and self.experts is not None and "all-linear" in adapter.target_modules:
-            added += self.experts.num_adapter(self.width, adapter.r)
+        if expert:
+            added += self._num_router_adapter(adapter)
+            added += sum(stack.num_adapter(self.rank_of(adapter, stack)) for stack, _ in self.stacks)
         return added
+
+    def rank_of(self, adapter: Adapter, stack: ExpertStack) -> int:
+        """Rank of an adapter on a stack of experts; 0 where it gets none."""
+        return stack_rank(adapter, self.model_type, stack.name)
+
+    def num_stack_adapter(self, adapter: Adapter) -> int:
+        """Trained parameters that an adapter adds to all stacks of experts and their routers."""
+        of_routers = self.num_expert_layers * self._num_router_adapter(adapter)
+        of_stacks = (count * stack.num_adapter(self.rank_of(adapter, stack)) for stack, count in self.stacks)
+        return of_routers + sum(of_stacks)
+
+    def _num_router_adapter(self, adapter: Adapter) -> int:
+        """Of one router: adapted where PEFT takes it for a linear map."""
+        is_adapted = ALL_LINEAR in adapter.target_modules and self.model_type in EXPERTS_IN_ALL_LINEAR
+        return adapter.r * (self.width + self.experts.num_experts) if is_adapted and self.experts else 0
 
     def num_adapter(self, adapter: Adapter) -> int:
         """Trained parameters of an adapter, without `modules_to_save`."""
@@ -214,12 +251,7 @@ class ModelShape:
             count * (adapter.r * (part.num_inputs + part.num_outputs) + is_dora * part.num_outputs)
             for part, count in parts
         )
-        if "all-linear" not in adapter.target_modules:
-            return maps
-        # Both halves of fused gate and up get the rank: at most twice the rank of every stack.
-        return maps + sum(
-            2 * adapter.r * number * (rows + columns) for number, rows, columns in counts.stacks
-        )
+        return maps + self.num_stack_adapter(adapter)
 
     def num_saved_modules(self, adapter: Adapter) -> int:
         """Parameters of `modules_to_save`: trained copies beside the frozen originals."""
@@ -232,7 +264,7 @@ MLP_NAMES = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
 
 def _names(adapter: Adapter, part: Linear) -> bool:
     """Whether an adapter is put on a linear map."""
-    if "all-linear" in adapter.target_modules:
+    if ALL_LINEAR in adapter.target_modules:
         return True
     return part.name in {target.rsplit(".", 1)[-1] for target in adapter.target_modules}
 
@@ -288,9 +320,9 @@ def shape_of(
         ) from None
     kv_heads = int(known.get("num_key_value_heads") or heads)
     head_dim = int(known.get("head_dim") or width // heads)
-    window, num_sliding = _window(model_type, family, known, layers)
-    experts = _experts(known)
-    linears = _linears(family, known, width, heads * head_dim, kv_heads * head_dim, mlp_width)
+    window, num_sliding = window_of(model_type, family, known, layers)
+    experts = experts_of(known)
+    linears = linears_of(family, known, width, heads * head_dim, kv_heads * head_dim, mlp_width)
     return ModelShape(
         model_type=model_type,
         num_layers=layers,
@@ -305,7 +337,7 @@ def shape_of(
         family=family,
         linears=linears if counts is None else counts.linears,
         experts=experts,
-        num_expert_layers=0 if experts is None else _num_expert_layers(known, layers),
+        num_expert_layers=0 if experts is None else num_expert_layers_of(known, layers),
         sliding_window=window,
         num_sliding_layers=num_sliding,
         logit_softcap=bool(known.get("final_logit_softcapping")),
@@ -330,58 +362,3 @@ def _looked_up(config: Mapping[str, Any], counts: Counts | None) -> tuple[Mappin
         part = "counted" if counts is None else "weights are counted, activations are assumed to be"
         notes.append(f"model type '{model_type}' is not in the table: {part} like a Llama of its sizes")
     return config, family or Family(), "; ".join(notes)
-
-
-def _linears(
-    family: Family, config: Mapping[str, Any], width: int, query: int, kv: int, mlp: int
-) -> tuple[Linear, ...]:
-    all_biased = family.bias == "config" and bool(config.get("attention_bias", False))
-    qkv_biased = all_biased or family.bias == "qkv"
-    mlp_biased = bool(config.get("mlp_bias", False))
-    if family.fused:
-        return (
-            Linear("qkv_proj", width, query + 2 * kv),
-            Linear("o_proj", query, width),
-            Linear("gate_up_proj", width, 2 * mlp),
-            Linear("down_proj", mlp, width),
-        )
-    return (
-        Linear("q_proj", width, query, qkv_biased),
-        Linear("k_proj", width, kv, qkv_biased),
-        Linear("v_proj", width, kv, qkv_biased),
-        Linear("o_proj", query, width, all_biased),
-        Linear("gate_proj", width, mlp, mlp_biased),
-        Linear("up_proj", width, mlp, mlp_biased),
-        Linear("down_proj", mlp, width, mlp_biased),
-    )
-
-
-def _experts(config: Mapping[str, Any]) -> Experts | None:
-    count = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
-    if not count or int(count) < 2:
-        return None
-    width = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
-    return Experts(int(count), int(config.get("num_experts_per_tok") or 2), int(width))
-
-
-def _num_expert_layers(config: Mapping[str, Any], num_layers: int) -> int:
-    dense: Any = config.get("mlp_only_layers") or ()
-    step = int(config.get("decoder_sparse_step") or 1)
-    return sum(1 for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
-
-
-def _window(
-    model_type: str, family: Family, config: Mapping[str, Any], num_layers: int
-) -> tuple[int | None, int]:
-    """(sliding window, layers that it concerns)."""
-    window = config.get("sliding_window")
-    if window is None or config.get("use_sliding_window") is False:
-        return None, 0
-    types = config.get("layer_types")
-    if types is not None:
-        count = sum(1 for kind in types if kind == "sliding_attention")
-    elif family.sliding == "types":
-        count = num_layers - num_layers // FULL_EVERY[model_type]
-    else:
-        count = num_layers if family.sliding == "all" else 0
-    return (int(window), count) if count else (None, 0)

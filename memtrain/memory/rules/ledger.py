@@ -211,11 +211,11 @@ def refuse_what_cannot_run(ledger: DecisionLog, hardware: Hardware) -> None:
     optim, model = recipe.optim, recipe.model
     if OPTIMIZERS[optim.kind].is_bitsandbytes:
         _needs_bitsandbytes(ledger, hardware, f"optim.kind {optim.kind}", "optim.kind", "adamw or adafactor")
-    if model.quantize != "none":
+    if model.quantize != "none" and hardware.device == "cuda":
         _needs_bitsandbytes(ledger, hardware, f"model.quantize {model.quantize}", "model.quantize", "none")
     if model.quantize == "4bit":
         ledger.decide("quantize", "4bit", NF4, "model.quantize")
-    if model.quantize == "8bit":
+    if model.quantize == "8bit" and hardware.device == "cuda":
         reason = "LLM.int8 multiplies in float16: activations in another precision are cast for each product"
         ledger.decide("quantize", "8bit", reason, "model.quantize")
     if optim.master_weights is True and recipe.model.dtype == "float32":

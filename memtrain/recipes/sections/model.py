@@ -8,6 +8,9 @@ from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from memtrain.recipes.sections.base import Fraction, PositiveInt, Section, one_or_many
 
+ALL_LINEAR = "all-linear"
+"""Every linear layer but the head."""
+
 
 class Adapter(Section):
     """Train a small adapter instead of the weights (PEFT)."""
@@ -25,7 +28,12 @@ class Adapter(Section):
     """Dropout on the adapter's input."""
 
     target_modules: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ("all-linear",)
-    """Module names that get an adapter; `all-linear` is every linear layer but the LM head."""
+    """Module names that get an adapter; `all-linear` is every linear layer but the LM head, and of a mixture
+    of experts the stacked experts (gate and up at twice the rank) and the router too."""
+
+    target_parameters: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
+    """Stacked experts that get an adapter beside `target_modules`, by PEFT's names:
+    `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`. Each expert has its own matrices of rank `r`."""
 
     modules_to_save: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
     """Module names that are trained in full and saved beside the adapter (`embed_tokens`, `lm_head`). Where
@@ -33,6 +41,15 @@ class Adapter(Section):
 
     rslora: bool = False
     """Rank-stabilised scale, alpha / sqrt(r) (arXiv:2312.03732)."""
+
+    @model_validator(mode="after")
+    def _something_named(self) -> Adapter:
+        if self.target_parameters and ALL_LINEAR in self.target_modules:
+            raise ValueError(
+                f"{ALL_LINEAR} has all stacks of experts in it; name target_modules (such as [q_proj, "
+                "v_proj], or [] for none) beside target_parameters"
+            )
+        return self
 
 
 class RopeScaling(Section):

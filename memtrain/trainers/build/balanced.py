@@ -11,6 +11,7 @@ from torch import nn
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.batches.collate import MicroBatch
+from memtrain.trainers.build.expert_load import CountsExperts
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.model.experts.load_balance import LoadBalance
 from memtrain.trainers.model.heads.reward_head import RewardScorer
@@ -72,7 +73,9 @@ def balanced(method: Method, scorer: nn.Module, settings: Settings) -> Method:
 
 def own_method(method: Method) -> Method:
     """The method itself, without additions to its loss."""
-    return method.inner if isinstance(method, Balanced) else method
+    while isinstance(method, Balanced | CountsExperts):
+        method = method.inner
+    return method
 
 
 def micro_batch_of(batch: Any) -> MicroBatch:

@@ -16,6 +16,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.build.balanced import balanced
+from memtrain.trainers.build.expert_load import with_expert_load
 from memtrain.trainers.distributed.context_parallel import shared
 from memtrain.trainers.model.context_parallel.groups import make_context
 from memtrain.trainers.model.heads.build import loss_form, scorer_of
@@ -139,5 +140,5 @@ def assemble(
     weights = list(trained.values())
     optimizer = build_optimizer(scorer, recipe.optim, settings, weights, seed=recipe.train.seed)
     method = shared(module.method(recipe, reference), settings.context_parallel)
-    method = balanced(method, scorer, settings)
+    method = with_expert_load(balanced(method, scorer, settings), scorer)
     return StepParts(scorer, method, optimizer, trained, reference)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from memtrain.cli.plan.model_shape import shape_for
 from memtrain.memory.model_shape.known_models import known_config, known_models
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.recipes.reading.load import load_recipe
@@ -54,6 +55,8 @@ PUBLISHED = {
     "Qwen/Qwen2.5-32B": 32_763_876_352,
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
     "google/gemma-2b-it": 2_506_172_416,
     "google/gemma-7b": 8_537_680_896,
     "google/gemma-2-2b-it": 2_614_341_888,
@@ -70,6 +73,26 @@ def test_a_known_shape_has_the_published_number_of_parameters(model: str):
     config = known_config(model)
     assert config is not None
     assert shape_of(config).num_parameters == PUBLISHED[model]
+
+
+MIXTURES = {
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "deepseek-ai/DeepSeek-V3": 671_026_419_200,
+    "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
+    "allenai/OLMoE-1B-7B-0924": 6_919_161_856,
+}
+"""Mixtures whose modules are counted; of DeepSeek-V3 without the layer that predicts two tokens."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MIXTURES)
+def test_a_counted_mixture_has_the_published_number_of_parameters(model: str):
+    config = known_config(model)
+    assert config is not None
+    shape = shape_for(config)
+    assert shape.num_parameters == pytest.approx(MIXTURES[model], rel=1e-6)
+    assert 0.9 < shape.num_expert_weights / shape.num_parameters < 1
 
 
 def test_the_text_parts_of_larger_gemmas_are_near_their_names():

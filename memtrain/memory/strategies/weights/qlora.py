@@ -2,7 +2,9 @@
 
 When: the weights alone do not fit in half precision. Saves: three quarters of the linear maps' bytes, beside
 what LoRA saves. Costs: weights are widened for every product (10-30 % of a step), and what NF4 rounds away.
-Not exact: another frozen model. Refused: on a CPU, without bitsandbytes, and for training every weight.
+Not exact: another frozen model. Refused: on a GPU without bitsandbytes, and for training every weight.
+Stacked experts, which bitsandbytes passes over, are packed in the same form by memtrain; on a CPU linear
+maps too.
 
 Source: Dettmers et al. 2023, arXiv:2305.14314, section 3.
 """
@@ -38,6 +40,11 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     return ({"adapter": adapter, "quantize": kind, **copies_beside(adapter, settings)},)
 
 
+def refusal(case: StrategyContext) -> str | None:
+    """A CPU packs by memtrain's own code."""
+    return without_bitsandbytes(case) if case.facts.hardware.device == "cuda" else None
+
+
 STRATEGY = Strategy(
     name="qlora",
     axis="adapter",
@@ -52,7 +59,7 @@ STRATEGY = Strategy(
     never_keys=lambda recipe: {"model.quantize": "none"},
     changes=changes,
     without={"quantize": "none"},
-    refusal=without_bitsandbytes,
+    refusal=refusal,
     conflicts=(
         Conflict(
             "every weight trained",

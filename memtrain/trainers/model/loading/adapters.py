@@ -7,7 +7,6 @@ float32 copy of a layer's input is made or kept (PEFT's own way makes one for ev
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from types import MethodType
 from typing import Any
@@ -17,16 +16,14 @@ from peft import LoraConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from memtrain.errors import LaunchError
-from memtrain.recipes.sections.model import Adapter
+from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
+from memtrain.trainers.model.experts.adapters import beside_experts, shapes_of_packed
+from memtrain.trainers.model.loading.adapter_targets import check_targets
 from memtrain.trainers.model.loading.lora_layers import in_few_kernels
 from memtrain.trainers.model.loading.sharded_init import is_keeping
 from memtrain.trainers.model.streamed.wide_products import linear
-
-ALL_LINEAR = "all-linear"
-
 
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS"}
 """PEFT's name of the task, by the model's head; the head of a `score` is trained beside the adapter."""
@@ -42,31 +39,28 @@ def add_adapter(
     Source: LoRA arXiv:2106.09685, eq. 3 (scale alpha / r); rsLoRA arXiv:2312.03732, theorem 3.2
     (alpha / sqrt(r)); DoRA arXiv:2402.09353, eq. 5.
 
-    Raises: LaunchError when a name matches no module, or the LM head of quantized weights is named.
+    Raises: LaunchError when a name matches nothing, or what is named cannot be adapted.
     """
-    targets = _checked_targets(model, adapter)
-    _check_saved(model, adapter)
-    if quantize != "none" and _names_head(model, (*adapter.target_modules, *adapter.modules_to_save)):
-        raise LaunchError(
-            "the LM head cannot be adapted on quantized weights: the loss reads the full-precision head",
-            "model.adapter.target_modules",
-            "remove the head from the list, or set model.quantize to none",
-        )
+    check_targets(model, adapter, quantize=quantize)
+    targets = adapter.target_modules
     config = LoraConfig(
         task_type=TASKS[head],
         r=adapter.r,
         lora_alpha=adapter.alpha,  # pyright: ignore[reportArgumentType] a float scales as well as an int
         lora_dropout=adapter.dropout,
-        target_modules=targets,
+        target_modules=ALL_LINEAR if ALL_LINEAR in targets else list(targets),
+        target_parameters=list(adapter.target_parameters) or None,
         modules_to_save=list(adapter.modules_to_save) or None,
         use_rslora=adapter.rslora,
         use_dora=adapter.kind == "dora",
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), shapes_of_packed():
         # PEFT up to 0.21 reads the name that transformers 5.23 renamed.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.* is deprecated")
         # Tied weights that are adapted or saved apart: merging unties them.
         warnings.filterwarnings("ignore", ".*ensure_weight_tying.*")
+        # PEFT 0.21 looks for the doubled rank of stacked gate and up among modules; on the stack it is there.
+        warnings.filterwarnings("ignore", ".*_pattern keys did not match any targeted module.*")
         adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
     assert isinstance(adapted, PeftModel), "PEFT wraps the model."
     if is_keeping():
@@ -134,47 +128,8 @@ def compute_in_input_dtype(model: nn.Module) -> None:
                     low_rank.forward = MethodType(_linear_in_input_dtype, low_rank)
     if isinstance(model, PeftModel):
         in_few_kernels(model)
+        beside_experts(model)
 
 
 def _linear_in_input_dtype(self: nn.Linear, x: Tensor) -> Tensor:
     return linear(x, self.weight, self.bias)
-
-
-def _checked_targets(model: nn.Module, adapter: Adapter) -> str | list[str]:
-    if ALL_LINEAR in adapter.target_modules:
-        if len(adapter.target_modules) > 1:
-            raise LaunchError(
-                f"{ALL_LINEAR} means every linear layer but the head, and nothing can be added to it",
-                "model.adapter.target_modules",
-                f"give {ALL_LINEAR} alone, or the names of all modules",
-            )
-        return ALL_LINEAR
-    adaptable = [
-        n for n, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding | Conv1D)
-    ]
-    for target in adapter.target_modules:
-        _check_named(target, adaptable, "model.adapter.target_modules")
-    return list(adapter.target_modules)
-
-
-def _check_saved(model: nn.Module, adapter: Adapter) -> None:
-    names = [name for name, _ in model.named_modules() if name]
-    for saved in adapter.modules_to_save:
-        _check_named(saved, names, "model.adapter.modules_to_save")
-
-
-def _check_named(wanted: str, names: list[str], key: str) -> None:
-    """Raise LaunchError unless a module's name is `wanted` or ends in `.wanted`, as PEFT matches."""
-    if any(name == wanted or name.endswith(f".{wanted}") for name in names):
-        return
-    leaves = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names))
-    near = difflib.get_close_matches(wanted, leaves, n=3, cutoff=0.5) or leaves[:8]
-    raise LaunchError(
-        f"the model has no module {wanted}", key, f"name modules that it has, such as {', '.join(near)}"
-    )
-
-
-def _names_head(model: PreTrainedModel, wanted: tuple[str, ...]) -> bool:
-    head = model.get_output_embeddings()
-    name = next((name for name, module in model.named_modules() if module is head), "")
-    return any(name == one or name.endswith(f".{one}") for one in wanted)

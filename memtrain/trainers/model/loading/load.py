@@ -38,6 +38,7 @@ from memtrain.trainers.model.loading.sharded_init import is_keeping
 from memtrain.trainers.model.loading.sharded_load import empty_model
 from memtrain.trainers.model.loading.tiny import BUILTIN_TINY, tiny_config
 from memtrain.trainers.model.loading.weight_files import check_weights
+from memtrain.trainers.model.quantized.quantizer import begin_packed, packing_experts
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -187,16 +188,17 @@ def _pretrained(
     if Path(origin.path).is_dir():
         check_weights(Path(origin.path))
     try:
-        loaded: Any = AUTO[head].from_pretrained(
-            origin.path,
-            config=config,
-            dtype=DTYPES[settings.dtype],
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **origin.kwargs(),
-            **kwargs,
-        )
+        with packing_experts():
+            loaded: Any = AUTO[head].from_pretrained(
+                origin.path,
+                config=config,
+                dtype=DTYPES[settings.dtype],
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **origin.kwargs(),
+                **kwargs,
+            )
     except Exception as error:  # each model's class, safetensors and the hub have faults of their own
         if is_out_of_memory(error) or isinstance(error, MemtrainError):
             raise
@@ -208,6 +210,8 @@ def _pretrained(
         ) from None
     model, info = loaded
     _check_complete(origin, info, may_miss=may_miss)
+    if settings.quantize != "none":
+        begin_packed(model)
     return model
 
 

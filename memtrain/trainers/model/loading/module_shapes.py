@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,10 +17,12 @@ from transformers.pytorch_utils import Conv1D
 
 from memtrain.errors import LaunchError, words_of
 from memtrain.memory.model_shape.config_names import OTHER_NAMES, canonical
-from memtrain.memory.model_shape.layer_parts import Counts, Linear
+from memtrain.memory.model_shape.layer_parts import Counts, ExpertStack, Linear
 from memtrain.memory.model_shape.shape import ModelShape, shape_of
 from memtrain.recipes.sections.model import Model
+from memtrain.trainers.model.experts.forward import is_experts, stacks_of
 from memtrain.trainers.model.heads.lm_head import backbone_of
+from memtrain.trainers.model.loading.adapter_targets import check_quantized, check_targets
 from memtrain.trainers.model.loading.load import AUTO, check_config
 from memtrain.trainers.model.loading.locate import built, make_config
 from memtrain.trainers.model.loading.weight_files import check_weights
@@ -34,22 +36,30 @@ def count_model(config: Mapping[str, Any], head: str = "lm") -> tuple[Counts | N
 
     `config` is a config.json as a mapping. The model is built on the meta device: no weight is made.
     """
-    return _counted(json.dumps(dict(config), sort_keys=True, default=str), head)
+    return _counted(_key(config), head)
+
+
+def _key(config: Mapping[str, Any]) -> str:
+    return json.dumps(dict(config), sort_keys=True, default=str)
 
 
 @lru_cache(maxsize=16)
 def _counted(config: str, head: str) -> tuple[Counts | None, dict[str, Any], str]:
-    given = json.loads(config)
     try:
-        made = make_config(given)
-        if head == "score":
-            made.num_labels = 1
-        with torch.device("meta"):
-            model = AUTO[head].from_config(made)
+        model = _without_data(config, head)
     # What a class of transformers raises over a configuration it does not like has no common kind.
     except Exception as error:
         return None, {}, f"transformers cannot build it ({type(error).__name__}: {words_of(error)})"
-    return counts_of(model), _numbers(made), ""
+    return counts_of(model), _numbers(model.config), ""
+
+
+@lru_cache(maxsize=1)
+def _without_data(config: str, head: str) -> PreTrainedModel:
+    made = make_config(json.loads(config))
+    if head == "score":
+        made.num_labels = 1
+    with torch.device("meta"):
+        return AUTO[head].from_config(made)
 
 
 def check_model(model: Model, config: Mapping[str, Any], head: str = "lm") -> None:
@@ -69,6 +79,10 @@ def check_model(model: Model, config: Mapping[str, Any], head: str = "lm") -> No
             model.path or "model.config",
             "compare its values with the config.json of a published model of this type",
         )
+    if model.adapter is not None:
+        bare = _without_data(_key(config), head)
+        check_targets(bare, model.adapter, quantize=model.quantize)
+        check_quantized(bare, model.quantize)
     folder = Path(model.path).expanduser() if model.path is not None else None
     if folder is not None and (folder / "config.json").is_file():
         check_weights(folder)
@@ -111,7 +125,7 @@ def counts_of(model: PreTrainedModel) -> Counts:
         num_vectors=sum(p.numel() for p in own if p.dim() < 2),
         linears=tuple(one for name, module in largest.named_modules() if (one := _linear(name, module))),
         all_linears=tuple(all_linears.items()),
-        stacks=tuple(cast(Any, tuple(p.shape)) for p in own if p.dim() == 3),
+        stacks=tuple(Counter(_stacks(model)).items()),
         num_positions=_num_positions(model, embedding),
         is_eager=not model._supports_sdpa,  # pyright: ignore[reportPrivateUsage]
     )
@@ -135,6 +149,15 @@ def _linear(name: str, module: nn.Module) -> Linear | None:
         num_inputs, num_outputs = module.weight.shape
         return Linear(leaf, num_inputs, num_outputs, True)
     return None
+
+
+def _stacks(model: nn.Module) -> list[ExpertStack]:
+    return [
+        ExpertStack(name, *module._parameters[name].shape)  # pyright: ignore[reportOptionalMemberAccess]
+        for module in model.modules()
+        if is_experts(module)
+        for name in stacks_of(module)
+    ]
 
 
 def _num_positions(model: PreTrainedModel, embedding: nn.Module) -> int | None:

@@ -1,4 +1,4 @@
-"""Frozen weights in 4-bit NF4 or 8-bit by bitsandbytes, computing in bfloat16."""
+"""Frozen weights in 4-bit NF4 or 8-bit: by bitsandbytes on a GPU, by our own code on a CPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.model.quantized.quantizer import OwnConfig
 
 
 def quantization_config(settings: Settings) -> Any | None:
@@ -20,10 +21,12 @@ def quantization_config(settings: Settings) -> Any | None:
     Source: Dettmers et al. 2023, arXiv:2305.14314, section 3 (NF4, double quantization);
     Dettmers et al. 2022, arXiv:2208.07339 (8-bit).
 
-    Raises: LaunchError when bitsandbytes is missing or the run is not on CUDA.
+    Raises: LaunchError when bitsandbytes is missing on CUDA.
     """
     if settings.quantize == "none":
         return None
+    if settings.device == "cpu":
+        return OwnConfig(settings.quantize)
     refuse_without_bitsandbytes(
         settings.device, f"model.quantize: {settings.quantize}", "model.quantize: none"
     )

@@ -25,7 +25,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from memtrain.errors import LaunchError
+from memtrain.trainers.model.experts.adapters import merged_stacks
+from memtrain.trainers.model.experts.forward import is_experts
 from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.quantized.linear import PackedLinear, unpacked
+from memtrain.trainers.model.quantized.packed import parts_in
 from memtrain.trainers.runtime.allocator import fixed_segments
 
 ALIGNMENT = 64
@@ -109,8 +113,14 @@ def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, weight) of each parameter without its adapter's parts, which are added to it."""
     done: set[int] = set()
     for module_name, module in model.named_modules():
+        if is_experts(module):
+            outer = module_name.replace(".base_layer", "")
+            for own_name, weight in merged_stacks(model.get_submodule(outer)):
+                yield f"{outer}.{own_name}", weight
+            continue
+        beside = parts_in(module) - {"weight"}
         for own_name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in done:
+            if id(parameter) in done or own_name in beside:
                 continue
             done.add(id(parameter))
             name = f"{module_name}.{own_name}" if module_name else own_name
@@ -124,7 +134,8 @@ def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 continue
             if ".original_module." in name:
                 continue
-            yield re.sub(r"\.modules_to_save\.[^.]+\.", ".", name), parameter
+            own = unpacked(module) if isinstance(module, PackedLinear) and own_name == "weight" else parameter
+            yield re.sub(r"\.modules_to_save\.[^.]+\.", ".", name), own
 
 
 def _parent(model: nn.Module, name: str) -> nn.Module | None:
@@ -140,6 +151,8 @@ def merged_weight(layer: LoraLayer) -> Tensor:
     base = layer.get_base_layer()
     is_quantized = hasattr(base.weight, "quant_state")
     weight = dequantize_module_weight(base) if is_quantized else base.weight
+    if isinstance(base, PackedLinear):
+        weight = unpacked(base)
     assert isinstance(weight, Tensor), "A layer has one weight."
     total = weight.float()
     for adapter in layer.active_adapters:

@@ -19,11 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from memtrain.memory.estimate.bitsandbytes_states import BLOCK, LEAST_8BIT, LEAST_PAGED, WEIGHT_BLOCK
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim
+from memtrain.trainers.model.experts.forward import is_experts, stacks_of, take_own_forward
+from memtrain.trainers.model.quantized import quantizer
+from memtrain.trainers.model.quantized.packed import pack
 from memtrain.trainers.tools.trace.fake_host import HOST
 
 Group = dict[str, Any]
@@ -39,6 +43,26 @@ def pack_linear_maps(model: PreTrainedModel, bits: str) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 setattr(module, name, kind(child))
+
+
+def pack_without_data(model: PreTrainedModel, settings: Settings) -> None:
+    """Put packed weights in place of what a run packs while it loads: linear maps as bitsandbytes has them,
+    or as a CPU has them, and stacks of experts."""
+    bits = settings.quantize
+    if bits == "none":
+        return
+    if settings.device == "cpu":
+        quantizer.pack_linear_maps(model, bits, set(get_keys_to_not_convert(model)))
+        for module in model.modules():
+            if isinstance(module, quantizer.PackedLinear):
+                module.pack()
+    else:
+        pack_linear_maps(model, bits)
+    for module in model.modules():
+        if is_experts(module):
+            for name in stacks_of(module):
+                pack(module, name, bits)
+            take_own_forward(module)
 
 
 class _Packed(nn.Linear):

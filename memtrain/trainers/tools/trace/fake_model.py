@@ -24,7 +24,7 @@ from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.liger import apply_liger
 from memtrain.trainers.model.loading.load import AUTO, DTYPES
 from memtrain.trainers.model.loading.locate import make_config
-from memtrain.trainers.tools.trace.bitsandbytes import pack_linear_maps
+from memtrain.trainers.tools.trace.bitsandbytes import pack_without_data
 from memtrain.trainers.tools.trace.fake_host import HOST
 
 PLAYED_BY = {
@@ -63,8 +63,7 @@ def bare_model(
         if settings.attention != "transformers":
             backend = AttentionBackend(settings.attention)
             set_attention(base, PLAYED_BY.get(backend, backend))
-        if settings.quantize != "none":
-            pack_linear_maps(base, settings.quantize)
+        pack_without_data(base, settings)
         if not is_reference:
             # What it puts into the family's module stays, and a reference that is made afterwards has it too.
             apply_liger(base, settings)

@@ -112,10 +112,15 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
     from transformers import masking_utils
 
     from memtrain.trainers.losses.head import gradients, linear_nll, linear_recompute, products, tiles
+    from memtrain.trainers.model.experts import grouped
     from memtrain.trainers.model.kernels import rms_norm
+    from memtrain.trainers.model.quantized import nf4
     from memtrain.trainers.optim import offload as optim_offload
 
-    undo = [_replaced(masking_utils, "is_tracing", lambda tensor=None: False)]
+    undo = [
+        _replaced(masking_utils, "is_tracing", lambda tensor=None: False),
+        _replaced(grouped, "ends_on_host", _even_ends),
+    ]
     if skips_tiles:
         tiled = (gradients, linear_nll, linear_recompute, products)
         undo += [_replaced(module, "spans", logit_spans) for module in tiled]
@@ -125,12 +130,24 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
         undo.append(_replaced(optim_offload, "HOST", HOST))
         undo.append(_replaced(rms_norm, "normalized", _one_norm_kernel))
         undo.append(_replaced(rms_norm, "norm_gradients", _norm_kernels))
+        undo.append(_replaced(nf4, "has_kernels", lambda tensor: True))
+        undo.append(_replaced(nf4, "unpacked_by_kernel", _unpacked_without_temporaries))
         undo.append(_replaced(torch.nn.functional, "dropout", _fused_dropout))
     try:
         yield
     finally:
         for restore in reversed(undo):
             restore()
+
+
+def _even_ends(ends_E: Tensor, num_rows: int) -> list[int]:
+    """Ends of equal parts: which expert gets how many tokens is not known."""
+    count = len(ends_E)
+    return [(expert + 1) * num_rows // count for expert in range(count)]
+
+
+def _unpacked_without_temporaries(codes: Tensor, absmax: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(count, dtype=dtype, device=codes.device)
 
 
 def _kernel_without_temporaries(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:

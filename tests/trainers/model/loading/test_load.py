@@ -12,6 +12,7 @@ import torch
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Adapter, Model
+from memtrain.trainers.model.loading import quantize
 from memtrain.trainers.model.loading.load import load_model
 
 SETTINGS = Settings(
@@ -158,11 +159,12 @@ def test_without_the_hub_and_without_a_cache_it_says_so(monkeypatch, tmp_path):
     assert "hub cannot be reached" in refused(Model(path="nobody/nothing-here"))
 
 
-def test_quantized_weights_need_cuda(tmp_path):
+def test_quantized_weights_on_a_gpu_need_bitsandbytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(quantize, "find_spec", lambda name: None)
     load_model(small(), SETTINGS, seed=0, vocab_size=64).save_pretrained(tmp_path)
-    settings = SETTINGS.model_copy(update={"quantize": "4bit"})
+    settings = SETTINGS.model_copy(update={"quantize": "4bit", "device": "cuda"})
     recipe = Model(path=str(tmp_path), quantize="4bit", adapter=Adapter())
-    assert "4bit needs a CUDA device; this run is on cpu" in refused(recipe, settings)
+    assert "4bit needs bitsandbytes, which is not installed" in refused(recipe, settings)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ SCRATCH = {
     "streamed, experts": (0.025, BLOCKS),
     "masked attention": (0.08, COPIES),
     "DoRA": (0.05, COPIES),
+    "qwen3_moe, 8-bit, attention alone": (0.11, COPIES),
 }
 """Share of the peak that CPU kernels take inside themselves, and why it is not the trace's business."""
 
