@@ -257,7 +257,8 @@ def _loaded(words: Words) -> LoadedRecipe:
         given += [f"model.path={json.dumps(words.model)}", "model.config=null", "model.tokenizer=null"]
     if words.tokenizer is not None:
         given.append(f"model.tokenizer={json.dumps(words.tokenizer)}")
-    is_planned = words.method in METHODS and not METHODS[words.method].is_online
+    asked = METHODS.get(words.method or "")
+    is_planned = asked is not None and not asked.is_online and not asked.has_teacher
     if is_planned:
         given.append(f"method={words.method}")
     if words.recipe is not None:

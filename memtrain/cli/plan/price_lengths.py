@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memtrain.cli.plan.make_plan import model_config
+from memtrain.cli.plan.make_plan import model_config, teacher_shape
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, typical_micro_batch
@@ -38,7 +38,7 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
     recipe = loaded.recipe
     config = model_config(recipe.model)
     shape = shape_for(config, recipe.model.path or "model.config")
-    hardware = detect(recipe.cluster.device)
+    hardware, teacher = detect(recipe.cluster.device), teacher_shape(recipe)
     if hardware.device == "cpu" and budget_bytes is not None and recipe.cluster.device == "auto":
         hardware = Hardware.for_budget(budget_bytes)
     if budget_bytes is not None:
@@ -65,6 +65,8 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
             count_steps=_counter(loaded, shared),
             method=recipe.method,
             unshared=unshared,
+            taught=recipe.taught,
+            teacher=teacher,
         )
         try:
             resolved = resolve(asked, facts)
