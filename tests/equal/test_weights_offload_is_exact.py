@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.sections.model import Adapter
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.losses.head.request import LogprobRequest
@@ -18,6 +19,7 @@ from memtrain.trainers.model.heads.build import scorer_of
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.model.offload.copy_engines import LazyEngine
+from memtrain.trainers.model.streamed.check import verify_streamed
 from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.optim.in_backward import InBackward
 from memtrain.trainers.optim.step import DistributedStep, update
@@ -188,6 +190,19 @@ def test_frozen_weights_go_to_the_host_in_mid_run(
     treated.get_base_model().model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
     assert equal(train(plain, settings, num_steps=2), train(treated, moved, num_steps=2))
     assert len(calls) == 2 * 2 * 2, "steps, micro-batches, and forward with recomputation"
+
+
+def test_the_start_up_check_of_slices_leaves_no_gradient(
+    tiny_model: TinyModel, make_settings: Callable[..., Settings]
+):
+    """Gradients of weights on the host take a way of their own, whatever autograd is asked for."""
+    plain, treated = pair(tiny_model, None)
+    settings = make_settings(checkpoint_every=0, slice_tokens=8, weights_offload=True)
+    apply_checkpointing_and_offload(treated, settings, LazyEngine())
+    assert verify_streamed(treated, AttentionBackend.TORCH_CPU) < 1e-5
+    assert all(weight.grad is None and weight.requires_grad for weight in treated.parameters())
+    apply_checkpointing_and_offload(plain, settings.model_copy(update={"weights_offload": False}))
+    assert equal(train(plain, settings), train(treated, settings))
 
 
 def test_a_pass_that_broke_off_leaves_nothing_behind(

@@ -69,10 +69,21 @@ class _Widened:
         """See `two_part.Kernel`; the output in float32."""
         return self.kernel.forward(query_SHD.float(), key_SKD.float(), value_SKD.float(), part, scale)
 
-    def backward(self, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self,
+        grad_SHD: Tensor,
+        query_SHD: Tensor,
+        key_SKD: Tensor,
+        value_SKD: Tensor,
+        out_SHD: Tensor,
+        lse_HS: Tensor,
+        part: Part,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `two_part.Kernel`; gradients in float32."""
-        *numbers, lse_HS, part, scale = tensors
-        return self.kernel.backward(*(one.float() for one in numbers), lse_HS, part, scale)
+        grad, query, key = grad_SHD.float(), query_SHD.float(), key_SKD.float()
+        value, out = value_SKD.float(), out_SHD.float()
+        return self.kernel.backward(grad, query, key, value, out, lse_HS, part, scale)
 
 
 def _for_parts(kernel: type[Kernel], query_SHD: Tensor, layout: SliceLayout) -> type[Kernel]:

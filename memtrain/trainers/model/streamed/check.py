@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from memtrain.trainers.model.attention.isolation_check import alone_bound, draw,
 from memtrain.trainers.model.attention.row_layout import packed_layout
 from memtrain.trainers.model.attention.run_device import run_device
 from memtrain.trainers.model.heads.lm_head import backbone_of, base_model
+from memtrain.trainers.model.offload.weights import weights_of
 from memtrain.trainers.model.streamed.apply import other_slices
 from memtrain.trainers.model.streamed.layer_pass import FIX
 
@@ -38,7 +41,7 @@ def verify_streamed(model: nn.Module, backend: AttentionBackend) -> float:
     layout = packed_layout(LENGTHS).to(run_device(base))
     ids_T = draw(base, layout.num_tokens, torch.Generator().manual_seed(0))
     inputs: dict[str, Any] = {"input_ids": ids_T[None], "position_ids": layout.position_ids, "layout": layout}
-    with undisturbed(base), attention_switched(base, NAMES[backend]):
+    with undisturbed(base), _host_weights_frozen(base), attention_switched(base, NAMES[backend]):
         with other_slices(base, 0):
             expected = _hidden_and_gradient(base, inputs)
         with other_slices(base, SLICE_TOKENS):
@@ -55,6 +58,25 @@ def verify_streamed(model: nn.Module, backend: AttentionBackend) -> float:
             FIX,
         )
     return different
+
+
+@contextmanager
+def _host_weights_frozen(base: nn.Module) -> Iterator[None]:
+    """Context in which weights on the host get no gradient.
+
+    Theirs goes by a way of its own, whatever autograd is asked for: it would wait for the first step, or be a
+    step of an optimizer in the backward pass.
+    """
+    owner = weights_of(base)
+    ids = owner.all_of_them() if owner is not None else set[int]()
+    trained = [weight for weight in base.parameters() if id(weight) in ids and weight.requires_grad]
+    for weight in trained:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in trained:
+            weight.requires_grad_(True)
 
 
 def _hidden_and_gradient(base: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:

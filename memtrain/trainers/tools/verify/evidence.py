@@ -46,6 +46,8 @@ class Ran:
     """Attention operators of torch, with how often each ran; empty where it is plain matrix products."""
     layer_passes: float
     """Forward passes of a layer for each micro-batch: 1, or 2 where all are computed again."""
+    layers_again: float
+    """Of these, inside the backward pass."""
     largest_logits_rows: int
     """Rows of the largest tensor as wide as the vocabulary that was made."""
     micro_batches: int
@@ -92,6 +94,7 @@ class _Layers:
     """Counts the forward passes of the layers' first parts, recomputations among them."""
 
     passes: int = 0
+    again: int = 0
     num_layers: int = 0
     handles: list[Any] = field(default_factory=list[Any])
 
@@ -105,6 +108,7 @@ class _Layers:
     def _passed(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             self.passes += 1
+            self.again += torch._C._current_graph_task_id() != -1
 
 
 class Watch:
@@ -146,6 +150,7 @@ class Watch:
             attention=str(base_model(side.built.model).config._attn_implementation),
             attention_ops=dict(self._operators.attention),
             layer_passes=layers.passes / max(1, layers.num_layers * len(micro_batches)),
+            layers_again=layers.again / max(1, layers.num_layers * len(micro_batches)),
             largest_logits_rows=self._operators.largest_rows,
             micro_batches=len(micro_batches),
             flattened=sum("layout" in inputs for inputs in inside),
@@ -186,7 +191,12 @@ def traces(planned: Side, ran: Ran, plainly: Ran, work: StepWork) -> dict[str, T
             ran.forwarded_tokens < plainly.own_tokens, _has_groups(planned), "fewer tokens than apart"
         ),
         "several micro-batches": Trace(ran.micro_batches > 1, is_cut, "several micro-batches"),
-        "all layers twice": Trace(ran.layer_passes > 1.5, True, "layers that are computed twice"),
+        # The forward pass over weights from the host has no graph, and is not counted.
+        "all layers twice": Trace(
+            ran.layer_passes > 1.5 or (settings.weights_offload and ran.layers_again >= 1),
+            True,
+            "layers that are computed twice",
+        ),
         "some layers twice": Trace(ran.layer_passes > 1, True, "layers that are computed twice"),
         "layers in parts": Trace(
             ran.layer_passes > 1,

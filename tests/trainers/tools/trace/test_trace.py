@@ -61,7 +61,7 @@ SCRATCH = {
     "FSDP2, shards on the host": (0.002, GATHERING),
     "FSDP2, shards on the host, checkpointed, accumulating": (0.005, GATHERING),
     "FSDP2, dpo, a copy": (0.002, GATHERING),
-    "streamed, FSDP2": (0.005, GATHERING),
+    "streamed, FSDP2": (0.006, GATHERING),
     "streamed, FSDP2, accumulating": (0.035, BLOCKS),
     "streamed, LoRA": (0.022, BLOCKS),
     "streamed, QLoRA": (0.025, BLOCKS),
