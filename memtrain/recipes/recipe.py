@@ -112,9 +112,16 @@ class Recipe(Section):
         return section if isinstance(section, Distill) else None
 
     @property
+    def writes_completions(self) -> bool:
+        """Whether the model writes completions that it learns from."""
+        taught = self.taught
+        return self.online is not None or (taught is not None and taught.on_policy_fraction > 0)
+
+    @property
     def generation(self) -> Generate:
-        """The `generate:` section, with its defaults."""
-        return self.generate or Generate()
+        """The `generate:` section, with its defaults; one completion of a row where a teacher judges it."""
+        section = self.generate or Generate()
+        return section if self.taught is None else section.model_copy(update={"num_generations": 1})
 
     @property
     def row_limits(self) -> RowLimits:
@@ -195,6 +202,27 @@ class Recipe(Section):
             )
 
     @model_validator(mode="after")
+    def _own_completions_can_be_taught(self) -> Recipe:
+        if self.taught is None or not self.writes_completions:
+            return self
+        refused = {
+            f"length.packing {self.length.packing}": self.length.packing != "none",
+            f"generate.backend {self.generation.backend}": self.generation.backend == "vllm",
+            "generate.num_generations": self.generate is not None
+            and changes(self.generate, "num_generations"),
+            "eval.samples": self.eval.samples is not None,
+            "eval.metrics": self.eval.metrics is not None,
+            "optim.neftune_alpha": self.optim.neftune_alpha is not None,
+        }
+        for name, is_there in refused.items():
+            if is_there:
+                raise ValueError(
+                    f"{name} cannot be with {self.method}.on_policy_fraction: the trained module writes one "
+                    "completion for each row by itself, as it is trained; remove it"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _lengths_fit_the_method(self) -> Recipe:
         length = self.length
         if METHODS[self.method].is_online:
@@ -268,7 +296,8 @@ class Recipe(Section):
     def _completions_are_judged(self) -> Recipe:
         section = self.online
         if section is None:
-            for name in ("generate", "rewards"):
+            unread = ("rewards",) if self.writes_completions else ("generate", "rewards")
+            for name in unread:
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name} has no effect on {self.method}, which generates nothing; remove it"

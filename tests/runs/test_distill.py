@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from memtrain.cli.commands.score_teacher import score_teacher
 from memtrain.cli.commands.train import run_recipe
-from memtrain.errors import DataError, LaunchError
+from memtrain.errors import DataError, LaunchError, RecipeError
 from memtrain.trainers.data.tokenize.tiny_tokenizer import FOLDER
 from tests.runs.small_runs import MODEL, curve, dies_at, run_in, steps
 
@@ -57,6 +57,7 @@ def test_a_killed_run_goes_on_bit_for_bit(made, live):
     assert curve(made[1]("killed")) == curve(live)
 
 
+@pytest.mark.slow
 def test_streamed_and_offloaded_runs_have_the_losses_of_the_resident_one(made, live):
     other = made[1]("streamed", "memory.use=[streamed_layers, boundary_offloading]", "memory.slice_tokens=24")
     assert [s["loss"] for s in steps(other)] == pytest.approx([s["loss"] for s in steps(live)], rel=1e-5)
@@ -119,3 +120,32 @@ def test_a_teacher_of_another_vocabulary_is_one_error_before_anything_loads(made
             None, str(folder / "distill.yaml"), [f"distill.teacher={tmp_path}"], run_dir=str(tmp_path / "r")
         )
     assert len(caught.value.faults) == 1
+
+
+@pytest.mark.slow
+def test_own_completions_are_judged_and_a_killed_run_writes_them_again(made):
+    words = ("distill.on_policy_fraction=0.5", "generate.max_tokens=10", "train.max_steps=6", "train.seed=1")
+    whole = made[1]("own", *words)
+    told = [step["on_policy"] for step in steps(whole)]
+    assert set(told) == {0.0, 1.0}
+    written_s = [step["rollout_s"] for step in steps(whole) if step["on_policy"]]
+    assert min(written_s) > max(step["rollout_s"] for step in steps(whole) if not step["on_policy"])
+    own = next(step for step in steps(whole) if step["on_policy"])
+    assert own["loss_tokens"] <= 10 * own["sequences"]
+    for at in (told.index(1.0), 4):
+        with dies_at(at):
+            made[1]("own killed", *words)
+    assert curve(made[1]("own killed", *words)) == curve(whole)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("distill.top_k=4", "distill.top_k_file=f"), "needs a teacher that is asked"),
+        (("length.packing=bfd",), "length.packing bfd cannot be with distill.on_policy_fraction"),
+        (("generate.num_generations=4",), "generate.num_generations cannot be with"),
+    ],
+)
+def test_what_own_completions_cannot_be_with_is_refused(made, words, says):
+    with pytest.raises(RecipeError, match=says):
+        made[1]("refused", "distill.on_policy_fraction=0.5", *words)

@@ -94,9 +94,11 @@ class Answer:
     def rollout(self) -> RolloutTime | None:
         """Time of a step's completions; None of a method that writes none."""
         recipe = self.resolved.case.recipe
-        if recipe.online is None:
+        if not recipe.writes_completions:
             return None
-        return rollout_time(self.resolved.settings, self.resolved.case.facts, recipe.generation)
+        found = rollout_time(self.resolved.settings, self.resolved.case.facts, recipe.generation)
+        share = 1.0 if recipe.taught is None else recipe.taught.on_policy_fraction
+        return RolloutTime(*(share * one for one in found))
 
     @property
     def step_s(self) -> float:

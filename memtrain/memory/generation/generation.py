@@ -40,7 +40,7 @@ def with_generation(
     Of methods that write none, with the peak of the samples and metrics that the recipe asks for.
     """
     recipe = ledger.asked.recipe
-    if recipe.online is None:
+    if not recipe.writes_completions:
         return with_samples(ledger, settings, prediction, facts, budget)
     settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings)})
     settings = settings.model_copy(update={"cuda_graphs": decide_graphs(ledger, settings)})
@@ -83,7 +83,7 @@ def with_generation(
         reading = reward_scoring_bytes(settings, facts.rewards, longest)
         phases.append(phase_peak("rewards", owners | {"activations": reading}))
     factor, passes = _decide_passes(settings, facts, prediction.peak.num_bytes)
-    if recipe.online.needs.passes:
+    if recipe.online is not None and recipe.online.needs.passes:
         phases.append(passes)
     settings = settings.model_copy(update={"rollout_rows": rows, "pass_factor": factor})
     return settings, prediction.model_copy(update={"phases": tuple(phases)})
@@ -96,7 +96,10 @@ def _refuse(ledger: DecisionLog, settings: Settings) -> None:
 
 
 def num_held_out(recipe: Recipe, facts: PlannerInputs) -> int:
-    """Held-out prompts, as many as can be known: a file of them is taken to fill every row."""
+    """Held-out prompts, as many as can be known: a file of them is taken to fill every row. None where
+    held-out rows are scored as they are."""
+    if recipe.online is None:
+        return 0
     if recipe.data.eval:
         return MOST_ROWS
     share = recipe.data.eval_fraction
@@ -180,12 +183,12 @@ def _decide_sampler(ledger: DecisionLog, settings: Settings) -> str:
 def _decide_rows(ledger: DecisionLog, recipe: Recipe, settings: Settings, fits: Callable[[int], bool]) -> int:
     """Completions that are written at a time: as many as need no more than the update, a group at least."""
     section, generate = recipe.online, recipe.generation
-    assert section is not None, "This method writes completions."
+    steps = 1 if section is None else section.steps_per_rollout
     if generate.rows != "auto":
         ledger.decide("rollout_rows", generate.rows, "", "generate.rows")
         return generate.rows
     in_step = -(-(settings.batch_size or generate.num_generations) // settings.num_processes)
-    rows = wanted = min(MOST_ROWS, in_step * section.steps_per_rollout)
+    rows = wanted = min(MOST_ROWS, in_step * steps)
     while rows > generate.num_generations and not fits(rows):
         rows = max(generate.num_generations, rows // 2)
     words = "all of a rollout" if rows == wanted else "more would need more memory than the update"

@@ -22,7 +22,7 @@ SHARED_KEYS = "its layers hand keys and values to each other beside the hidden s
 
 def refusal_of(recipe: Recipe, config: Mapping[str, object]) -> str | None:
     """Reason against weights on the host whatever else is chosen; None where they can live there."""
-    if recipe.online is not None or recipe.eval.writes:
+    if recipe.writes_completions or recipe.eval.writes:
         return WRITES
     if recipe.model.quantize == "8bit":
         return "8-bit weights keep copies of their own on the device"

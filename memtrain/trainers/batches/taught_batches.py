@@ -4,14 +4,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from memtrain.errors import DataError
-from memtrain.trainers.batches.collate import MicroBatch
+from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end, nothing, pad_right
 from memtrain.trainers.batches.token_batches import TokenFeed
 from memtrain.trainers.data.store.top_k import TopKFile, key_of_piece
 from memtrain.trainers.losses.distill.teachers import TopKTeacher
@@ -25,18 +27,34 @@ class TaughtBatch(MicroBatch):
 
     likely: TopKTeacher | None = None
     """None: the teacher is asked."""
+    is_written: bool = False
+    """The learnt tokens are the student's own."""
 
     def to(self, device: torch.device | str) -> TaughtBatch:
         """The same micro-batch with its tensors on `device`."""
         likely = self.likely
         if likely is not None:
             likely = TopKTeacher(*(one.to(device, non_blocking=True) for one in likely))
-        return taught(MicroBatch.to(self, device), likely)
+        return replace(taught(MicroBatch.to(self, device), likely), is_written=self.is_written)
 
 
 def taught(rows: MicroBatch, likely: TopKTeacher | None) -> TaughtBatch:
     """Rows with what their teacher says."""
     return TaughtBatch(**{one.name: getattr(rows, one.name) for one in fields(MicroBatch)}, likely=likely)
+
+
+def batch_of_pieces(
+    pieces: Sequence[Piece], settings: Settings, pad_id: int, *, is_written: bool
+) -> TaughtBatch:
+    """Pieces end to end, or one padded row each, whose teacher is asked."""
+    is_flat, multiple = settings.padding_free, settings.pad_to_multiple_of
+    if not pieces:
+        rows = nothing(pad_id=pad_id, is_flat=is_flat, multiple=multiple)
+    elif is_flat:
+        rows = lay_end_to_end(pieces, pad_id=pad_id, multiple=multiple)
+    else:
+        rows = pad_right(pieces, pad_id=pad_id, multiple=multiple, by_row=settings.positions_by_row)
+    return replace(taught(rows, None), is_written=is_written)
 
 
 class TaughtFeed(TokenFeed):
@@ -51,6 +69,11 @@ class TaughtFeed(TokenFeed):
         if self.likely is None:
             return taught(rows, None)
         return taught(rows, self._likely(self.likely, sequences))
+
+    def piece_of(self, sequence: int) -> Piece:
+        """The only piece of a sequence of rows that are not packed."""
+        (piece,) = self._pieces(sequence)
+        return piece
 
     def check_file(self) -> None:
         """Raise DataError where the file lacks a piece of the rows."""

@@ -205,6 +205,10 @@ def longest_row(plan: Plan) -> int:
     most = max(split.longest_tokens for split in splits)
     if settings.max_length is not None:
         most = settings.max_length if settings.packing != "none" else min(most, settings.max_length)
+    if recipe.taught is not None and recipe.writes_completions:
+        return min(
+            most + recipe.generation.max_tokens, settings.max_length or most + recipe.generation.max_tokens
+        )
     return most + recipe.generation.max_tokens if recipe.online is not None else most
 
 

@@ -22,7 +22,15 @@ from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.optim.loss_scaling import skipped_words
 from memtrain.trainers.optim.step import set_rate
 from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent, SampleEvent, StepEvent
-from memtrain.trainers.protocols.feed import Feed, Ints, StepSource, StepWork, eval_micro_batches, eval_orders
+from memtrain.trainers.protocols.feed import (
+    Feed,
+    Ints,
+    Steps,
+    StepSource,
+    StepWork,
+    eval_micro_batches,
+    eval_orders,
+)
 from memtrain.trainers.protocols.method import Loss, StepPreview, means_of
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.host_time import HostTime
@@ -90,8 +98,8 @@ def _steps_left(run: Run) -> None:
     while not is_over(run):
         started = time.perf_counter()
         work = run.steps.work(run.position.step, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas)
-        # Only where completions are judged is something written for a step.
-        one_step(run, work, 0.0 if run.judge is None else time.perf_counter() - started)
+        # Only where rows are not there is something written for a step.
+        one_step(run, work, 0.0 if isinstance(run.steps, Steps) else time.perf_counter() - started)
         run.position.step += 1
         run.position.eval_loss = None
         if run.eval_feed is not None and _is_due(run, work, run.plan.recipe.eval.every_steps):

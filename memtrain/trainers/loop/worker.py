@@ -58,6 +58,7 @@ from memtrain.trainers.model.heads.build import configure_loss
 from memtrain.trainers.model.loading.load import is_random, local_device
 from memtrain.trainers.model.loading.save import try_final
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
+from memtrain.trainers.online.rollout.on_policy import on_policy_steps
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps, online_steps
 from memtrain.trainers.optim.lr_schedule import lr_at
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
@@ -105,13 +106,14 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
         recovery = _recovery(plan, built, position, sinks)
         watch = _watch(plan, built, sinks.emit, ranks, position)
         online = online_steps(plan, built, ranks, watch, sinks, position, found.checkpoint)
+        own = on_policy_steps(plan, built, ranks, watch, sinks, position)
         stack.callback(lambda: online.generating.close() if online is not None else None)
         writer = open_writer(plan, built, ranks, watch, _noting(sinks, position))
         run = Run(
             plan=plan,
             step=step,
             lr_at=lambda step: lr_at(step, optim=plan.recipe.optim, max_steps=plan.settings.max_steps),
-            steps=online or _steps(plan, built),
+            steps=online or own or _steps(plan, built),
             eval_feed=built.eval,
             ranks=ranks,
             device=local_device(plan.settings),

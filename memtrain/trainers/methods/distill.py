@@ -9,7 +9,8 @@ may be mixed in; the loss is not multiplied by the square of the temperature.
 Knobs: `distill:` in the recipe.
 What differs from the loop: before the student's pass the teacher makes hidden states of the same rows,
 without gradients; its logits are made in the tiles of the student's, and never whole. From a file of its
-likeliest tokens no teacher is there.
+likeliest tokens no teacher is there. A share of the steps may learn from the student's own completions, whose
+steps are those of trainers/online/rollout/on_policy.py.
 """
 
 # N learnt tokens
@@ -65,6 +66,8 @@ class Distill:
         sums = {"nll": -result.logp_N.sum(), "agreement": result.agrees_N.sum()}
         if self.recipe.cross_entropy_weight:
             sums["divergence"] = result.divergence_N.sum()
+        if self.recipe.on_policy_fraction:
+            sums["on_policy"] = result.divergence_N.new_tensor(rows.is_written * rows.num_loss_tokens)
         if micro_batch.likely is not None:
             sums["teacher_tail"] = micro_batch.likely.tail_N.exp().sum()
         return Loss(result.loss, sums)

@@ -49,6 +49,11 @@ class Distill(Section):
     cross_entropy_weight: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the loss that is the cross-entropy on the data's tokens; the rest is the divergence."""
 
+    on_policy_fraction: Fraction = 0.0
+    """Share of the optimizer steps that learn from completions which the student writes for the prompts of
+    its rows (GKD's lambda), one each, by the keys of `generate`. The others learn from the rows themselves.
+    Higher: nearer to what the student will be asked for, more time."""
+
     @property
     def kind(self) -> TeacherKind:
         """Source of the teacher's distribution."""
@@ -60,6 +65,15 @@ class Distill(Section):
     def loads_teacher(self) -> bool:
         """Whether a model of its own is in memory beside the student."""
         return self.kind == "model"
+
+    @model_validator(mode="after")
+    def _completions_are_new(self) -> Distill:
+        if self.on_policy_fraction and self.top_k is not None:
+            raise ValueError(
+                "on_policy_fraction needs a teacher that is asked, and top_k_file knows the rows alone; "
+                "remove top_k and top_k_file, or on_policy_fraction"
+            )
+        return self
 
     @model_validator(mode="after")
     def _top_k_is_whole(self) -> Distill:

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.errors import DataError
-from memtrain.memory.plan.length_profile import LengthProfile, joined_profile
+from memtrain.memory.plan.length_profile import LengthProfile, joined_profile, longest_first
 from memtrain.memory.plan.plan import PreparedData
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 from memtrain.trainers.data.packing.answer_rows import lay_out_answers
 from memtrain.trainers.data.packing.prompt_rows import lay_out_completions
-from memtrain.trainers.data.packing.token_rows import Spans, lay_out
+from memtrain.trainers.data.packing.token_rows import Sequences, Spans, lay_out
 from memtrain.trainers.data.sources.splits import Chosen, choose_rows, epochs_of
 from memtrain.trainers.data.store.token_store import TokenStore
 
@@ -126,9 +126,32 @@ def _none_left(rows: Ints, recipe: Recipe, name: str) -> tuple[str, str, str]:
 
 
 def _tokens(store: TokenStore, rows: Ints, recipe: Recipe, shares_prompts: bool) -> Laid:
-    return lay_out(
-        store.lengths, Spans(store.span_ptr, store.span_starts, store.span_ends), rows, recipe.row_limits
-    )
+    spans = Spans(store.span_ptr, store.span_starts, store.span_ends)
+    laid = lay_out(store.lengths, spans, rows, recipe.row_limits)
+    if recipe.taught is None or not recipe.writes_completions:
+        return laid
+    return Written(laid.tokens, _with_completions(laid, store, recipe))
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Rows, and their prompts with completions of any length."""
+
+    tokens: Ints
+    profile: LengthProfile
+
+
+def _with_completions(laid: Sequences, store: TokenStore, recipe: Recipe) -> LengthProfile:
+    """The lengths of rows, or of their prompts with the longest completion, where that is longer."""
+    row, start = laid.row[laid.bin_ptr[:-1]], laid.start[laid.bin_ptr[:-1]]
+    first = store.span_starts[store.span_ptr[row]] - start
+    prompt = np.where(first < 0, laid.tokens - 1, np.maximum(first, 1))
+    written = prompt + recipe.generation.max_tokens
+    if recipe.length.max_length is not None:
+        written = np.minimum(written, recipe.length.max_length)
+    longest = longest_first(np.maximum(laid.tokens, written))
+    known = {"longest": longest, "longest_piece": max(longest, default=1)}
+    return laid.profile.model_copy(update=known | {"most_loss_tokens": (), "loss_token_share": 1.0})
 
 
 def _answers(store: TokenStore, rows: Ints, recipe: Recipe, shares_prompts: bool) -> Laid:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any, cast
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from memtrain.memory.generation.decode_bytes import READ_TOKENS
 from memtrain.memory.model_shape.length_rules import PROBE_PAST, length_rules, reached
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.rules.attention import AttentionBackend, model_facts
-from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.build.components import Built, longest_row
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.online.generation.decode_graphs import CudaGraphs, DecodeGraphs
@@ -23,6 +25,8 @@ from memtrain.trainers.online.generation.start_check import LONGEST, StartCheck,
 from memtrain.trainers.online.generation.transformers_sampler import FORMS, Form, TransformersSampler
 from memtrain.trainers.online.vllm.open import open_engine
 from memtrain.trainers.runtime.ranks import Ranks
+
+Ints = NDArray[np.int64]
 
 
 def open_generating(
@@ -53,6 +57,19 @@ def open_generating(
     return Generating(lambda rows: engine, rows, ranks, emit, engine.close)
 
 
+class HasPrompts(Protocol):
+    """Prompts by their numbers."""
+
+    @property
+    def tokens(self) -> Ints:
+        """Tokens of each."""
+        ...
+
+    def ids(self, number: int, /) -> tuple[int, ...]:
+        """Tokens of one."""
+        ...
+
+
 @dataclass(slots=True)
 class OwnSampler:
     """Makes the sampler of a plan, on the trained module."""
@@ -68,7 +85,7 @@ class OwnSampler:
         """Sampler of so many rows at a time."""
         return build_sampler(self.plan, self.built, max_rows=rows, form=self.form, graphs=self.graphs)
 
-    def check(self, generating: Generating, prompts: PromptFeed) -> None:
+    def check(self, generating: Generating, prompts: HasPrompts) -> None:
         """Take the first form of sampling that gives the model's own log-probs; called by all ranks together.
 
         Raises: LaunchError where none does.
