@@ -152,7 +152,7 @@ class Matrix:
         missing = sorted(set(cell.strategies) - used(plan))
         if missing:
             return Outcome(cell, "broken", f"the plan leaves out {', '.join(missing)} without a word")
-        besides = sorted((used(plan) & set(EXACT)) - {*cell.strategies, *FLAT.get(cell.backend, ())})
+        besides = sorted((used(plan) & set(EXACT)) - {*cell.strategies, *brought_along(cell)})
         if besides:
             return Outcome(cell, "broken", f"the plan uses {', '.join(besides)} against memory.never")
         key = f"{cell.method} {plan.settings.model_dump_json()}"
@@ -178,7 +178,7 @@ def words_of(cell: Cell) -> list[str]:
     A strategy's own precondition is given to it, so that cells show what strategies do to each other: an
     adapter to switch off, gradients that nothing scales.
     """
-    used_here = dict.fromkeys((*cell.strategies, *FLAT.get(cell.backend, ())))
+    used_here = dict.fromkeys((*cell.strategies, *brought_along(cell)))
     others = [name for name, one in STRATEGIES.items() if one.is_exact and name not in used_here]
     if "stochastic_rounding" in used_here:
         # Both are values of optim.copies: one in use is the other not.
@@ -195,6 +195,14 @@ def words_of(cell: Cell) -> list[str]:
     if "optimizer_in_backward" in cell.strategies:
         words.append("optim.max_grad_norm=null")
     return words
+
+
+def brought_along(cell: Cell) -> tuple[str, ...]:
+    """Strategies that a cell has beside its own: its back end's, and the pass over one layer at a time that
+    weights on the host come in by."""
+    passes = {"activation_checkpointing", "streamed_layers"}
+    needs_pass = "weights_offload" in cell.strategies and not passes & set(cell.strategies)
+    return (*FLAT.get(cell.backend, ()), *(("activation_checkpointing",) if needs_pass else ()))
 
 
 def used(plan: Plan) -> set[str]:
