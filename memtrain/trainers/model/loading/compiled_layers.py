@@ -115,18 +115,18 @@ def as_written(model: nn.Module) -> AbstractContextManager[Any]:
 
 @dataclass(slots=True)
 class CompiledGraphs:
-    """Number of graphs that were compiled, told as it grows."""
+    """Number of graphs that were compiled, reported as it grows."""
 
-    tell: Callable[[int, str], None]
+    report: Callable[[int, str], None]
     """Takes (step, text)."""
-    num_told: int = 0
+    num_reported: int = 0
 
     def stepped(self, step: int) -> None:
         """Look after step number `step`, the first of which is 1."""
         number = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        if number > self.num_told:
+        if number > self.num_reported:
             seconds = sum(torch._dynamo.utils.compilation_time_metrics.get("_compile.compile_inner", [0.0]))
-            words = "layers were compiled" if not self.num_told else "layers were compiled again"
-            graphs = "1 graph" if number - self.num_told == 1 else f"{number - self.num_told} graphs"
-            self.tell(step, f"{words}: {graphs} in {seconds:.0f} s, {number} in total")
-        self.num_told = number
+            words = "layers were compiled" if not self.num_reported else "layers were compiled again"
+            graphs = "1 graph" if number - self.num_reported == 1 else f"{number - self.num_reported} graphs"
+            self.report(step, f"{words}: {graphs} in {seconds:.0f} s, {number} in total")
+        self.num_reported = number

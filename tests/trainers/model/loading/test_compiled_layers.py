@@ -77,7 +77,7 @@ def test_compiled_layers_have_the_same_gradients_at_every_length(tiny_qwen3, lor
         for grad, plain in zip(gradients(model, lengths), expected[step - 1], strict=True):
             assert (grad - plain).float().norm() <= limit * plain.float().norm() + 1e-9
         watch.stepped(step)
-    assert 0 < watch.num_told <= 8
+    assert 0 < watch.num_reported <= 8
     assert told[0][0] == 1
     assert "layers were compiled: " in told[0][1]
     assert len(told) == 1, "Other lengths were compiled again."
