@@ -193,7 +193,7 @@ def test_a_gradient_that_is_wrong_alone_is_caught(plan_of: MakePlan, monkeypatch
     """Checkpointing whose backward pass is off by a thousandth: no loss and no log-prob moves."""
     real = activations_module.checkpoint_layers
 
-    def broken(model: nn.Module, every: int) -> Any:
+    def broken(model: nn.Module, every: int, *_: object) -> Any:
         return real(model, every, lambda layer, *inputs: _Louder.apply(recompute(layer, *inputs)))
 
     plan = plan_of("sft", "memory.activation_checkpointing=on")

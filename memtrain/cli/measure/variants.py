@@ -45,6 +45,7 @@ STAGES = (
     Stage("the reference", "reference"),
     Stage("Liger's kernels", (), ("liger",)),
     Stage("fused kernels", (), ("kernels",)),
+    Stage("compiled layers", (), ("compiled",)),
     Stage("the loss", "loss"),
     Stage("checkpointing", "checkpointing", with_it=("offloading", "weights on the host")),
     Stage("offloading", "offloading"),
