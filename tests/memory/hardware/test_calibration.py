@@ -74,7 +74,7 @@ def test_a_broken_store_is_as_good_as_none(store):
 def test_a_store_that_is_off_keeps_nothing(monkeypatch):
     monkeypatch.setenv("MEMTRAIN_CALIBRATION", "off")
     assert remember(FOUND) is None
-    note_run("kind", predicted_bytes=100, measured_bytes=110, is_rehearsed=True)
+    note_run("kind", predicted_bytes=100, measured_bytes=110, had_preflight=True)
     assert read_history() == EMPTY
 
 
@@ -100,7 +100,7 @@ def test_measured_overheads_replace_typical_ones(make_settings):
 
 def test_a_prediction_is_corrected_by_the_run_that_needed_most(store):
     for measured in (1020, 1050, 990):
-        note_run("kind", predicted_bytes=1000, measured_bytes=measured, is_rehearsed=True)
+        note_run("kind", predicted_bytes=1000, measured_bytes=measured, had_preflight=True)
     assert read_history().correction("kind", 2000) == 100
     assert read_history().correction("another", 2000) == 0
 
@@ -112,15 +112,15 @@ def test_a_correction_is_bounded_both_ways():
 
 
 def test_a_run_that_did_not_rehearse_never_lowers_a_prediction(store):
-    note_run("kind", predicted_bytes=1000, measured_bytes=900, is_rehearsed=False)
+    note_run("kind", predicted_bytes=1000, measured_bytes=900, had_preflight=False)
     assert read_history() == EMPTY
-    note_run("kind", predicted_bytes=1000, measured_bytes=900, is_rehearsed=True)
+    note_run("kind", predicted_bytes=1000, measured_bytes=900, had_preflight=True)
     assert read_history().correction("kind", 1000) == -100
 
 
 def test_the_last_five_runs_of_a_kind_are_remembered(store):
     for number in range(7):
-        note_run("kind", predicted_bytes=100, measured_bytes=100 + number, is_rehearsed=True)
+        note_run("kind", predicted_bytes=100, measured_bytes=100 + number, had_preflight=True)
     assert len(read_history().ratios["kind"]) == 5
 
 
