@@ -165,7 +165,7 @@ def scorer_of(kind: str, dtype: str, context: ContextRanks | None) -> Scorer:
 
 
 def row(lengths: list[int]) -> MicroBatch:
-    """Documents of random tokens end to end, every token learnt."""
+    """Documents of random tokens end to end, every token trained on."""
     draw = np.random.Generator(np.random.Philox(key=1))
     pieces = [Piece(draw.integers(0, 512, n).astype(np.int32), np.ones(n, np.bool_)) for n in lengths]
     return lay_end_to_end(pieces, pad_id=0, multiple=2 * max(SIZES))

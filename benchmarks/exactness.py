@@ -10,7 +10,7 @@ A cell is a recipe that must use the strategies of the cell (`memory.use`) and n
 (`memory.never`); the back ends torch_cpu and masked take rows that lie end to end, so padding_free is theirs.
 It is exact when losses, log-probs, gradients and updates of a step stay within the limits of `memtrain
 verify`, no row sees another, and each strategy was seen at work; or its plan refuses it, with a reason. Cells
-whose plans are the same are made once. Strategies that change what is learnt (LEARN_OTHERWISE) are alone and
+whose plans are the same are made once. Strategies that change what is learned (LEARN_OTHERWISE) are alone and
 in pairs: the plain run beside them learns as they do. Results: benchmarks/results/exactness.json.
 """
 
@@ -83,7 +83,7 @@ EXACT = tuple(
     one.name for one in STRATEGIES.values() if one.is_exact and one.name not in OF_SEVERAL_PROCESSES
 )
 LEARN_OTHERWISE = ("pure_bfloat16", "stochastic_rounding", "compressed_moments")
-"""Strategies that change what is learnt: with each, every exact one gives what it gives plainly."""
+"""Strategies that change what is learned: with each, every exact one gives what it gives plainly."""
 NAMES = EXACT + LEARN_OTHERWISE
 OF_BFLOAT16 = ("split_copies", "pure_bfloat16", "stochastic_rounding")
 """Strategies of trained bfloat16 weights: in their cells the model has them."""
@@ -439,11 +439,11 @@ def page(parts: dict) -> str:
         "attention), no row sees another, each strategy was seen at work; or **refused** by the plan, with",
         "the reason below. No cell may end in any other way. The back ends torch_cpu and masked take rows",
         "that lie end to end, so `padding_free` is in each of their cells. Of strategies that change what is",
-        f"learnt (`{'`, `'.join(LEARN_OTHERWISE)}`) the plain run has the same: with them, the others are",
+        f"learned (`{'`, `'.join(LEARN_OTHERWISE)}`) the plain run has the same: with them, the others are",
         "exact. Split copies are held against whole ones.",
         "",
         f"{len(found):,} cells ({len(EXACT)} exact strategies alone, in pairs and in triples; "
-        f"{len(LEARN_OTHERWISE)} that change what is learnt alone and in pairs; {len(parts)} methods; "
+        f"{len(LEARN_OTHERWISE)} that change what is learned alone and in pairs; {len(parts)} methods; "
         f"attention back ends {', '.join(BACKENDS)}): **{counts['exact']:,} exact, {counts['refused']:,} "
         f"refused, {counts['broken']:,} broken**. {sum(part['distinct_plans'] for part in parts.values()):,} "
         "different plans stand behind the exact ones; each was made once, and the plain run of those that "

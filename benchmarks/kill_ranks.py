@@ -58,7 +58,7 @@ def undisturbed(recipe: Path, method: str, asked: list[str], num_ranks: int, run
 
 
 def found_in(run: Path) -> dict[str, Any]:
-    """What must be the same of two runs: what was learnt, and what lies in the folder."""
+    """What must be the same of two runs: what was learned, and what lies in the folder."""
     finals = sorted((run / "final").rglob("*.safetensors"))
     return {
         "curve": warm.curve(run),

@@ -93,7 +93,7 @@ def measured(pack: Any, tokens: int) -> dict[str, float]:
 
 
 def ours(strategy: str, lengths: Any) -> dict[str, float]:
-    """memtrain's index of pieces; every token is learnt."""
+    """memtrain's index of pieces; every token is trained on."""
     import numpy as np
 
     from memtrain.recipes.sections.length import Length, limits_of

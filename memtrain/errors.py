@@ -113,7 +113,7 @@ class OutOfMemory(MemtrainError):
 
 
 class Diverged(MemtrainError):
-    """The loss, or the norm of the gradient, is no finite number any more: nothing more can be learnt."""
+    """The loss, or the norm of the gradient, is no finite number any more: the training cannot continue."""
 
     exit_code = 8
 

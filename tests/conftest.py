@@ -8,7 +8,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-# What this machine has learnt of itself is nobody's expected value.
+# What this machine has learned of itself is nobody's expected value.
 os.environ["MEMTRAIN_CALIBRATION"] = "off"
 
 TinyModel = Callable[..., torch.nn.Module]

@@ -75,12 +75,12 @@ def adapted() -> nn.Module:
         return get_peft_model(qwen3(), LoraConfig(r=4, target_modules=targets, init_lora_weights=False))  # pyright: ignore
 
 
-def pieces(lengths: list[int], learnt_from: int = 0) -> list[Piece]:
+def pieces(lengths: list[int], first_loss_token: int = 0) -> list[Piece]:
     random = np.random.Generator(np.random.Philox(key=3))
     return [
         Piece(
             random.integers(1, 96, n).astype(np.int32),
-            (np.arange(n) >= learnt_from) & (random.random(n) > 0.2),
+            (np.arange(n) >= first_loss_token) & (random.random(n) > 0.2),
         )
         for n in lengths
     ]
@@ -114,8 +114,8 @@ class Case:
 packed = partial(lambda: lay_end_to_end(pieces(DOCUMENTS), pad_id=0, multiple=MULTIPLE))
 padded = partial(lambda: pad_right(pieces([30, 7, 19]), pad_id=0, multiple=MULTIPLE))
 one_long = partial(lambda: lay_end_to_end(pieces([123]), pad_id=0, multiple=MULTIPLE))
-learnt_at_the_end = partial(
-    lambda: lay_end_to_end(pieces([128], learnt_from=120), pad_id=0, multiple=MULTIPLE)
+loss_at_the_end = partial(
+    lambda: lay_end_to_end(pieces([128], first_loss_token=120), pad_id=0, multiple=MULTIPLE)
 )
 short = partial(lambda: lay_end_to_end(pieces([8] * 8), pad_id=0, multiple=MULTIPLE))
 
@@ -137,7 +137,7 @@ CASES = {
     "llama, one document": Case(llama, one_long, is_checkpointed=True),
     "llama, padded": Case(llama, padded),
     "qwen3, padded": Case(qwen3, padded, is_checkpointed=True),
-    "llama, nothing learnt on most ranks": Case(llama, learnt_at_the_end),
+    "llama, nothing learnt on most ranks": Case(llama, loss_at_the_end),
     "llama, documents that cross no border": Case(llama, short),
     "llama, label smoothing and z loss": Case(
         llama, packed, lambda reference: Sft(SftRecipe(label_smoothing=0.1, z_loss=1e-3))

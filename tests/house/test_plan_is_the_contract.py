@@ -80,7 +80,7 @@ def test_settings_say_every_rule_of_lengths():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_has_one_default_of_truncation(method: str):
-    """As docs/recipe.md says: the start of rows that are learnt whole, the end of rows with a prompt."""
+    """As docs/recipe.md says: the start of rows that are trained on whole, the end of rows with a prompt."""
     said = {"method": method, "model": {"path": "m"}, "data": {"train": "d.jsonl"}}
     said |= {"rewards": {"functions": "length"}} if METHODS[method].is_online else {}
     said |= {method: {"teacher": "m"}} if METHODS[method].has_teacher else {}

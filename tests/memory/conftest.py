@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {
 
 
 def made_profile(*tokens: int) -> LengthProfile:
-    """Sequences of so many tokens, half of them learnt."""
+    """Sequences of so many tokens, half of them trained on."""
     report = LengthReport(
         num_rows=len(tokens),
         num_tokens=sum(tokens),

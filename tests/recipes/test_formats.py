@@ -84,7 +84,7 @@ def test_familiar_column_names_are_proposed_and_never_taken():
         found({"question": "a", "answer": "b"}, "grpo")
 
 
-def test_verdicts_are_not_learnt_as_completions_unless_said():
+def test_verdicts_are_not_trained_on_as_completions_unless_said():
     row = {"prompt": "a", "completion": "b", "label": False}
     with pytest.raises(DataError, match="if that is intended, set data.format: prompt_completion"):
         found(row)

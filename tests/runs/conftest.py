@@ -181,7 +181,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def curve(folder: Path) -> list[tuple[Any, ...]]:
-    """What must not move: step, loss, gradient norm, rate, tokens and learnt tokens of every step."""
+    """What must not move: step, loss, gradient norm, rate, tokens and loss tokens of every step."""
     names = ("step", "loss", "grad_norm", "lr", "tokens", "loss_tokens")
     return [tuple(line[name] for name in names) for line in events(folder, "step")]
 

@@ -11,7 +11,7 @@ LIMIT = 24
 
 
 def slow_rows(path: Path, num_rows: int) -> list[list[bool]]:
-    """Rows of growing length written to `path`: for every token of each, whether it is learnt."""
+    """Rows of growing length written to `path`: for every token of each, whether it is trained on."""
     from memtrain.recipes.sections.model import Model
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))
@@ -49,7 +49,7 @@ def test_what_is_cut_and_dropped_is_counted(runs, metrics, tmp_path: Path, trunc
         "train.max_steps=null",
     )
     kept = [cut(row, truncation) for row in rows]
-    # A first token is predicted by nothing; a row whose learnt tokens are all cut teaches nothing.
+    # A first token is predicted by nothing; a row whose loss tokens are all cut teaches nothing.
     is_dropped = [sum(row[1:]) == 0 for row in kept]
     lost = [len(row) - len(part) for row, part in zip(rows, kept, strict=True)]
     loss_tokens_lost = [sum(row[1:]) - sum(part[1:]) for row, part in zip(rows, kept, strict=True)]
@@ -70,7 +70,7 @@ def test_what_is_cut_and_dropped_is_counted(runs, metrics, tmp_path: Path, trunc
     assert sum(step["tokens"] for step in steps) == used
 
 
-def test_splitting_loses_no_learnt_token(runs, metrics, tmp_path: Path):
+def test_splitting_loses_no_loss_token(runs, metrics, tmp_path: Path):
     rows = slow_rows(tmp_path / "rows.jsonl", 20)
     folder = runs.done(
         "run",

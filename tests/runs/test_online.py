@@ -168,7 +168,7 @@ def test_a_run_that_goes_on_in_the_middle_of_a_rollout_is_the_run_that_was_never
     assert shown[0] == shown[1]
 
 
-def test_a_rollout_is_learnt_from_as_often_as_asked(tmp_path: Path, cache: Path):
+def test_a_rollout_is_trained_on_as_often_as_asked(tmp_path: Path, cache: Path):
     """Two steps of each of two updates: a new rollout every fourth step, whose facts are told once."""
     told = steps(run(tmp_path, "grpo", cache, *WINDOW))
     assert ["reward" in line for line in told] == [True, False, False, False] * 2

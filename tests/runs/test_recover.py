@@ -163,7 +163,7 @@ def test_an_evaluation_that_runs_out_takes_fewer_rows(runs, undisturbed: Path, m
     assert any(note.startswith("evaluation ran out of memory") for note in notes(folder))
 
 
-def test_what_was_learnt_outlives_the_process(runs, monkeypatch):
+def test_what_was_learned_outlives_the_process(runs, monkeypatch):
     """The run that is continued splits as the run that never stopped: the same bits."""
     with monkeypatch.context() as patch:
         break_at(patch, 250)

@@ -102,7 +102,7 @@ def padding_with_end(folder: Path, *, keeps_spare: bool) -> str:
 def test_scores_of_final_are_the_same_where_the_tokenizer_pads_with_its_end_token(
     folder: Path, keeps_spare: bool, more_rows: int, pad: str | None, capsys: pytest.CaptureFixture[str]
 ):
-    """transformers takes trailing padding tokens off before it reads the score: the learnt place too."""
+    """transformers takes trailing padding tokens off before it reads the score: the learned place too."""
     where = padding_with_end(folder, keeps_spare=keeps_spare)
     rows = len(tokenizer_of(Model(path=where))) + more_rows
     words = [f"model.tokenizer={where}", f"model.config.vocab_size={rows}"]
@@ -222,7 +222,7 @@ def test_rows_without_an_answer_are_refused(model: str, folder: Path):
     assert "does not accept" in caught.value.text()
 
 
-def test_a_judge_reads_conversations_at_the_place_that_was_learnt(folder: Path):
+def test_a_judge_reads_conversations_at_the_place_that_was_learned(folder: Path):
     """The reward of a completion, online, is the score of the conversation with it: one place, one template.
 
     The policy's tokens of the same conversation stand in its Answer, and are not what is read.

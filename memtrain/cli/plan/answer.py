@@ -242,7 +242,7 @@ def figures_words(hardware: Hardware) -> str:
 
 
 def passes_batch(resolved: Resolved) -> HeaviestBatch | None:
-    """The heaviest micro-batch of answers that are read before they are learnt from; None where none are."""
+    """The heaviest micro-batch of answers that are read before they are trained on; None where none are."""
     if not any(phase.phase == "passes" for phase in resolved.prediction.phases):
         return None
     settings, factor = resolved.settings, resolved.settings.pass_factor

@@ -129,7 +129,7 @@ class Counts:
     stacks: tuple[tuple[ExpertStack, int], ...]
     """Every stack of experts with how often it is there."""
     num_positions: int | None
-    """Rows of a table of learnt positions: no token may stand later in a row."""
+    """Rows of a table of learned positions: no token may stand later in a row."""
     is_eager: bool
     """Attention makes its scores: the class has no fused form of it."""
 

@@ -23,7 +23,7 @@ class LengthReport(Section):
     rows_cut: int
     """Rows that lost tokens to truncation."""
     rows_dropped: int
-    """Rows that are left out: longer than max_length (`drop`), or nothing learnt is left of them."""
+    """Rows that are left out: longer than max_length (`drop`), or no loss token is left of them."""
     rows_split: int
     """Rows that go on in another sequence, whole."""
     pieces: int
@@ -33,7 +33,7 @@ class LengthReport(Section):
     tokens_dropped: int
     """Tokens of the rows that are left out."""
     tokens_idle: int
-    """Tokens of split-off pieces (`wrapped`: of sequences) that are left out as nothing in them is learnt."""
+    """Tokens of split-off pieces (`wrapped`: of sequences) that are left out as they have no loss token."""
     loss_tokens_cut: int
     """Loss tokens lost by cutting rows."""
     loss_tokens_dropped: int

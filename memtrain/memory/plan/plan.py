@@ -94,21 +94,21 @@ class PreparedSplit(Section):
     num_rows: int
     num_tokens: int
     num_loss_tokens: int
-    """Tokens that are learnt."""
+    """Tokens that are trained on."""
     num_skipped: int
     """Bad rows that were left out (`data.on_bad_row: skip`)."""
     longest_tokens: int
     notes: tuple[str, ...] = ()
-    """Parts that were not read, or are not learnt from: files, bad rows, fields."""
+    """Parts that were not read, or are not trained on: files, bad rows, fields."""
     trained: str = ""
-    """Parts of the rows that are learnt, in words."""
+    """Parts of the rows that are trained on, in words."""
     example: tuple[tuple[str, bool], ...] = ()
     """Text of the first row in runs, and whether each is trained; a long row is cut."""
     sources: tuple[SourceShare, ...] = ()
     """Rows and tokens of each source of a mixture; empty where there is one source."""
 
     def trained_words(self) -> str:
-        """Parts that are learnt, with their share of the tokens; empty where that was not asked."""
+        """Parts that are trained on, with their share of the tokens; empty where that was not asked."""
         share = self.num_loss_tokens / max(1, self.num_tokens)
         return f"trained: {self.trained}, {share:.1%} of the tokens" if self.trained else ""
 
@@ -172,7 +172,7 @@ class PreparedData(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Parts of both splits that were not read, or are not learnt from."""
+        """Parts of both splits that were not read, or are not trained on."""
         held = self.eval.notes if self.eval is not None else ()
         return (*self.train.notes, *(f"of data.eval: {note}" for note in held))
 

@@ -185,7 +185,7 @@ def decide_attention(
 
 
 def refuse_past_positions(ledger: DecisionLog, num_positions: int | None, longest_tokens: int) -> None:
-    """Note rows that are longer than a model's table of learnt positions."""
+    """Note rows that are longer than a model's table of learned positions."""
     multiple = ledger.asked.recipe.length.pad_to_multiple_of or 1
     padded = -(-longest_tokens // multiple) * multiple
     if num_positions is not None and padded > num_positions:

@@ -1,7 +1,8 @@
 """Instruction rows: `instruction`, `output`, optional `input`, `system`, `history`; turns of a conversation.
 
 `input` follows the instruction on a line of its own; `history` is the earlier turns, [[question, answer],
-...]; only `output` is learnt. Source: the rows of Stanford Alpaca, with the columns that LLaMA-Factory added.
+...]; only `output` is trained on. Source: the rows of Stanford Alpaca, with
+the columns that LLaMA-Factory added.
 """
 
 from __future__ import annotations

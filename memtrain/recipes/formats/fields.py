@@ -269,7 +269,7 @@ def message_of(item: object, place: str) -> Message:
 
 
 def loss_mask(given: Mapping[str, Any], place: str) -> bool:
-    """Whether a message may be learnt: not with `weight: 0` or `train: false`.
+    """Whether a message may be trained on: not with `weight: 0` or `train: false`.
 
     Raises: BadRow when they are anything but 0, 1, true and false, or contradict each other.
     """

@@ -1,4 +1,4 @@
-"""Rows that are tokenized already: `input_ids`, optional `labels` (-100 where a token is not learnt)."""
+"""Rows that are tokenized already: `input_ids`, optional `labels` (-100 where a token is not trained on)."""
 
 from __future__ import annotations
 

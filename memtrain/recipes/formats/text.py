@@ -13,7 +13,7 @@ PARTS = ("text",)
 
 @dataclass(frozen=True, slots=True)
 class Text(Example):
-    """A text, all of it learnt."""
+    """A text, all of it trained on."""
 
     text: str
 

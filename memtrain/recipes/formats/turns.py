@@ -13,7 +13,7 @@ from memtrain.recipes.formats.prompt_completion import PromptCompletion
 def answered(
     row: Row, question: str, answer: str, *, system: str, history: str | None = None
 ) -> PromptCompletion:
-    """A question with the system's turn and earlier turns before it; the text of `answer` is learnt.
+    """A question with the system's turn and earlier turns before it; the text of `answer` is trained on.
 
     `answer`, `system` and `history` are names of columns. Raises: BadRow when one is of another kind.
     """

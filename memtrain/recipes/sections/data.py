@@ -1,4 +1,4 @@
-"""The `data:` section: which rows, in which format, and which of their tokens are learnt."""
+"""The `data:` section: which rows, in which format, and which of their tokens are trained on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Columns(Section):
     ids: str | None = None
     """Column of token ids."""
     labels: str | None = None
-    """Column of labels beside `ids`: -100 where a token is not learnt."""
+    """Column of labels beside `ids`: -100 where a token is not trained on."""
     chosen: str | None = None
     """Column of the preferred answer."""
     rejected: str | None = None
@@ -159,7 +159,7 @@ class Data(Section):
     assistant_only_loss: bool = False
     """Learn only what the assistant says (rows of messages): by the generation marks of the chat template, or
     by what it writes for each beginning of the conversation. A message with `weight: 0` or `train: false` is
-    never learnt, here or where all turns are."""
+    never trained on, here or where all turns are."""
 
     last_turn_only_loss: bool = False
     """Of what the assistant says, learn only its last turn (rows of messages)."""

@@ -14,7 +14,7 @@ Packing = Literal["none", "bfd", "bfd_split", "wrapped"]
 
 
 OF_ANSWERS = ("max_prompt", "max_completion", "shared_prompts", "group_prompts")
-"""Keys without effect on rows that are learnt whole."""
+"""Keys without effect on rows that are trained on whole."""
 OF_READ_ROWS = ("max_completion", "group_prompts", "packing", "group_by_length")
 """Keys without effect on prompts whose answers are still to be written."""
 
@@ -123,13 +123,13 @@ def with_prompts_apart(length: Length) -> Length:
 def truncations(*, has_prompts: bool) -> tuple[Truncation, ...]:
     """The ways to truncate, the one that is taken where the recipe says none first.
 
-    The end of a prompt is what its answer follows; of rows that are learnt whole the start can be understood.
+    The end of a prompt is what its answer follows; of rows trained on whole the start can be understood.
     """
     return ("keep_end", "keep_start", "drop") if has_prompts else ("keep_start", "keep_end", "drop")
 
 
 def limits_of(length: Length, *, has_prompts: bool, to_write: int = 0) -> RowLimits:
-    """The limits that a `length:` section stands for, of rows with prompts or of rows that are learnt whole.
+    """The limits that a `length:` section stands for, of rows with prompts or of rows trained on whole.
 
     `to_write`: tokens that are written after a prompt, which leave it so much less of `max_length`.
     """

@@ -53,7 +53,7 @@ Changing = Literal[
     "qlora",
     "shorter_sequences",
 ]
-"""Strategies that change what is learnt."""
+"""Strategies that change what is learned."""
 
 
 class Memory(Section):
@@ -73,7 +73,7 @@ class Memory(Section):
     """Strategies that must not be used."""
 
     allow: Annotated[tuple[Changing, ...], BeforeValidator(one_or_many)] = ()
-    """Strategies that change what is learnt, and may be used where no exact plan fits."""
+    """Strategies that change what is learned, and may be used where no exact plan fits."""
 
     activation_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Keep one tensor a layer and recompute the rest in the backward pass: much less memory, about a third

@@ -22,7 +22,7 @@ class RewardModel(Section):
 
     path: str
     """Hub id or folder, with its tokenizer. A conversation is written by the model's own chat template, and
-    strings end as its training's did: the score is read at the place that was learnt."""
+    strings end as its training's did: the score is read at the place that was learned."""
 
     revision: str | None = None
     """Branch, tag or commit on the hub; never the policy's."""

@@ -18,7 +18,7 @@ from memtrain.trainers.model.attention.row_layout import Layout, packed_layout
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive tokens of one row, and which of them are learnt."""
+    """Consecutive tokens of one row, and which of them are trained on."""
 
     ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
@@ -50,7 +50,7 @@ class MicroBatch:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Tokens that are learnt."""
+        """Tokens that are trained on."""
         return len(self.targets)
 
     def token_weights(self) -> Tensor:

@@ -1,6 +1,6 @@
 """Token rows with a teacher's likeliest tokens, where these come from a file."""
 
-# N learnt tokens
+# N loss tokens
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaughtBatch(MicroBatch):
-    """Rows of a micro-batch, and the teacher's likeliest tokens [N, K] at each learnt one."""
+    """Rows of a micro-batch, and the teacher's likeliest tokens [N, K] at each loss token."""
 
     likely: TopKTeacher | None = None
     """None: the teacher is asked."""
     is_written: bool = False
-    """The learnt tokens are the student's own."""
+    """The loss tokens are the student's own."""
 
     def to(self, device: torch.device | str) -> TaughtBatch:
         """The same micro-batch with its tensors on `device`."""
@@ -58,7 +58,7 @@ def batch_of_pieces(
 
 
 class TaughtFeed(TokenFeed):
-    """Rows of learnt tokens, each with what its teacher says."""
+    """Rows of loss tokens, each with what its teacher says."""
 
     likely: TopKFile | None = None
     """The file of the teacher's likeliest tokens; given before the first step."""

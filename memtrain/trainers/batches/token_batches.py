@@ -81,5 +81,5 @@ class TokenFeed:
 
 
 def spans_of(store: TokenStore) -> Spans:
-    """The learnt spans of every row of a store."""
+    """The loss spans of every row of a store."""
     return Spans(store.span_ptr, store.span_starts, store.span_ends)

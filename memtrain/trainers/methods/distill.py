@@ -1,9 +1,9 @@
-"""Distillation: the student's distribution over the next token becomes the teacher's, on the learnt tokens.
+"""Distillation: the student's distribution over the next token becomes the teacher's, on the loss tokens.
 
     beta 0: KL(t || s);  beta 1: KL(s || t);  between: beta KL(t || m) + (1 - beta) KL(s || m),
     m = beta t + (1 - beta) s, s the student's distribution and t the teacher's, both at the temperature.
 
-Source: Agarwal et al. 2024 (GKD), arXiv:2306.13649, sections 2 and 3. The mean is over the learnt tokens of
+Source: Agarwal et al. 2024 (GKD), arXiv:2306.13649, sections 2 and 3. The mean is over the loss tokens of
 the whole optimizer step, of all micro-batches and ranks. A share of the cross-entropy on the data's tokens
 may be mixed in; the loss is not multiplied by the square of the temperature.
 Knobs: `distill:` in the recipe.
@@ -13,7 +13,7 @@ likeliest tokens no teacher is there. A share of the steps may learn from the st
 steps are those of trainers/online/rollout/on_policy.py.
 """
 
-# N learnt tokens
+# N loss tokens
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from memtrain.trainers.protocols.method import Loss
 from memtrain.trainers.reference.reference import FrozenReference, Reference, evaluating
 
 feed = TaughtFeed
-"""Rows of learnt tokens, with the teacher's likeliest tokens where they come from a file."""
+"""Rows of loss tokens, with the teacher's likeliest tokens where they come from a file."""
 
 
 def method(recipe: Recipe, reference: Reference | None = None) -> Distill:

@@ -101,7 +101,7 @@ def best_and_worst(scored: ScoredRollout, min_reward_gap: float = 0.0) -> Tensor
     """1 for the best answer of each group, -1 for the worst one, 0 for all others [A].
 
     The first of several that are equally good. A group has no pair, and is 0, where best and worst do not
-    differ by more than `min_reward_gap`, or fewer than two answers have a verdict and may be learnt.
+    differ by more than `min_reward_gap`, or fewer than two answers have a verdict and may be trained on.
     """
     total_A = weighted_rewards(scored.reward_AF, scored.weight_F)
     total_Gk = total_A.masked_fill(~scored.may_learn_A, torch.nan).view(-1, scored.group_size)

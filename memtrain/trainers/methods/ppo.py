@@ -64,7 +64,7 @@ class Ppo(PolicyMethod[PpoRecipe]):
     def weigh_tokens(self, window: Rollout, scored: ScoredRollout) -> dict[str, float]:
         """Advantages and returns of all tokens, and beta for the next rollout; their metrics.
 
-        Answers without a verdict are not learnt from.
+        Answers without a verdict are not trained on.
         """
         section, lengths_A = self.section, torch.from_numpy(window.length_A)
         reward_A = weighted_rewards(scored.reward_AF, scored.weight_F)
@@ -111,7 +111,7 @@ class Ppo(PolicyMethod[PpoRecipe]):
         self, model: nn.Module, micro_batch: PolicyMicro, *, denominator: float, want_stats: bool
     ) -> Loss:
         """Policy loss + value_coef * value loss - entropy_coef * entropy, means over the tokens of the step
-        that may be learnt (not over `denominator`); sums over tokens."""
+        that may be trained on (not over `denominator`); sums over tokens."""
         section, num_tokens = self.section, max(1.0, micro_batch.norms.num_tokens)
         wants_entropy = want_stats or section.entropy_coef != 0
         scored, value_N = valued_scores(

@@ -1,4 +1,4 @@
-"""A reward model, learnt from pairs: Bradley-Terry on one number for each answer.
+"""A reward model, trained on pairs: Bradley-Terry on one number for each answer.
 
     -log sigmoid(R(chosen) - R(rejected) - margin) + c (R(chosen) + R(rejected))^2
 

@@ -32,7 +32,7 @@ class StepEvent:
     tokens: int
     """Tokens that entered the model, without padding."""
     loss_tokens: int
-    """Tokens that were learnt."""
+    """Tokens that were trained on."""
     seconds: float
     """Wall time of the step, evaluation and saving not counted."""
     rollout_s: float = 0.0
@@ -60,7 +60,7 @@ class EvalEvent:
     loss: float
     """Mean over the loss tokens."""
     tokens: int
-    """Tokens that were learnt, were these training rows."""
+    """Tokens that were trained on, were these training rows."""
     seconds: float = 0.0
     extra: Mapping[str, float] = field(default_factory=dict)
 
@@ -94,7 +94,7 @@ class DataEvent:
     """Tokens lost by leaving rows out."""
     loss_tokens_dropped: int = 0
     tokens_idle: int = 0
-    """Tokens left out with pieces of split rows in which nothing is learnt."""
+    """Tokens left out with pieces of split rows in which nothing is trained on."""
     rows_split: int = 0
     """Rows that go on in another sequence."""
     fragments: int = 0

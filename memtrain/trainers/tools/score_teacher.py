@@ -1,4 +1,4 @@
-"""A pass of a teacher alone over the data of a recipe: its likeliest tokens at every learnt token."""
+"""A pass of a teacher alone over the data of a recipe: its likeliest tokens at every loss token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heaviest micro-batch, and the most learnt tokens in one: bounds on every real one."""
+"""The heaviest micro-batch, and the most loss tokens in one: bounds on every real one."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,15 +10,15 @@ from memtrain.memory.rules.ledger import SourcedRecipe
 Rows = list[tuple[int, int]]
 
 
-def test_the_learnt_tokens_of_a_micro_batch_are_at_most_those_that_have_most(profile_of):
-    """Of (10, 2), (8, 8) and (6, 1) the two longest hold 18 tokens, and no two hold more than 10 learnt."""
+def test_the_loss_tokens_of_a_micro_batch_are_at_most_those_that_have_most(profile_of):
+    """Of (10, 2), (8, 8) and (6, 1) the two longest hold 18 tokens, no two more than 10 loss tokens."""
     profile = profile_of(10, 8, 6).model_copy(update={"most_loss_tokens": (8, 2, 1), "loss_token_share": 1.0})
     assert profile.heaviest(2, None) == (2, 18)
     assert profile.most_scored(2, 18) == 10
     assert profile.most_scored(1, 10) == 8
 
 
-def test_every_token_counts_where_the_learnt_ones_are_not_known(profile_of):
+def test_every_token_counts_where_the_loss_tokens_are_not_known(profile_of):
     assert profile_of(10, 8, 6).most_scored(2, 18) == 18
 
 
@@ -37,7 +37,7 @@ def test_many_short_rows_within_a_limit_of_tokens_are_bounded_by_their_share(pro
     st.integers(1, 12),
     st.randoms(use_true_random=False),
 )
-def test_no_micro_batch_has_more_learnt_tokens_than_the_bound(profile_of, rows: Rows, size: int, draw):
+def test_no_micro_batch_has_more_loss_tokens_than_the_bound(profile_of, rows: Rows, size: int, draw):
     lengths, loss_tokens = [row[0] for row in rows], [row[1] for row in rows]
     update = {"most_loss_tokens": longest_first(loss_tokens), "loss_token_share": max(b / a for a, b in rows)}
     profile = profile_of(*lengths).model_copy(update=update)

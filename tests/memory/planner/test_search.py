@@ -49,7 +49,7 @@ def facts(
 
 
 def tier(resolved: Resolved) -> tuple[int, bool]:
-    """Changes of what is learnt, and whether the step is made in the backward pass."""
+    """Changes of what is learned, and whether the step is made in the backward pass."""
     said = resolved.case.recipe
     own = {name for name in STRATEGIES if STRATEGIES[name].wish(said) == "on"} | {"master_weights"}
     used = {name for name, one in STRATEGIES.items() if one.is_used(resolved.settings) and not one.is_exact}

@@ -15,7 +15,7 @@ VOCAB = 128
 
 
 def test_sft_loss_is_the_mean_over_the_tokens_of_the_step():
-    """Logits (log 3, 0), targets 0 and 1, of a step with 8 learnt tokens: (log(4/3) + log 4) / 8."""
+    """Logits (log 3, 0), targets 0 and 1, of a step with 8 loss tokens: (log(4/3) + log 4) / 8."""
     pairs = [(torch.ones(2, 1), torch.tensor([[3.0], [1.0]]).log())]
     loss = sft_request(torch.tensor([0, 1]), num_tokens=8).answer(pairs, None, HeadForm()).loss
     assert loss.item() == pytest.approx((math.log(4 / 3) + math.log(4)) / 8)

@@ -281,7 +281,7 @@ def test_rloo_clips_rewards_before_the_divergence_is_taken_off():
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_a_truncated_completion_is_learnt_from_only_where_the_recipe_allows(masks: bool):
+def test_a_truncated_completion_is_trained_on_only_where_the_recipe_allows(masks: bool):
     """The second of three was cut: it is in the baseline all the same, and in no denominator when masked."""
     method = grpo.method(recipe("grpo", Grpo(mask_truncated=masks)))
     window = weighed(method, [1.0, 0.5, 3.0])

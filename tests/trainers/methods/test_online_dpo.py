@@ -46,7 +46,7 @@ def test_no_verdict_is_neither_best_nor_worst():
     assert best_and_worst(scored([NAN, 1.0, 0.0, NAN, NAN, 5.0], 3)).tolist() == [0, 1, -1, 0, 0, 0]
 
 
-def test_a_completion_that_may_not_be_learnt_is_in_no_pair():
+def test_a_completion_that_may_not_be_trained_on_is_in_no_pair():
     may_learn = [False, True, True, True]
     assert best_and_worst(scored([9.0, 1.0, 0.0, 0.5], 4, may_learn)).tolist() == [0, 1, -1, 0]
 

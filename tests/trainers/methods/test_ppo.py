@@ -72,7 +72,7 @@ def test_a_cut_completion_may_cost():
     assert window.return_N[1] == pytest.approx(2.0)
 
 
-def test_a_completion_without_a_verdict_is_not_learnt():
+def test_a_completion_without_a_verdict_is_not_trained_on():
     window = a_window()
     weighed(window, (math.nan, 3.0), beta=0.0)
     assert window.is_trained_A.tolist() == [False, True]
@@ -96,8 +96,8 @@ def test_beta_goes_on_from_a_checkpoint():
     assert again.beta == method.beta
 
 
-def test_only_learnt_tokens_are_brought_to_mean_zero():
-    """1 and 3: mean 2, deviation sqrt(2); the third is not learnt and counts in neither."""
+def test_only_loss_tokens_are_brought_to_mean_zero():
+    """1 and 3: mean 2, deviation sqrt(2); the third is not trained on and counts in neither."""
     made = standardised(torch.tensor([1.0, 3.0, 8.0]), torch.tensor([True, True, False]))
     assert made.tolist() == pytest.approx([-1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4), 6 / (2**0.5 + 1e-4)])
 

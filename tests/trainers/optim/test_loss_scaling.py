@@ -43,7 +43,7 @@ def test_a_gradient_that_float16_would_lose_moves_the_weight():
     assert norm == pytest.approx(2.0**-26 * 2**0.5)
 
 
-def test_the_scale_changes_no_bit_of_what_is_learnt():
+def test_the_scale_changes_no_bit_of_what_is_trained_on():
     models = [Half(), Half()]
     norms = [
         stepped(model, TrainState(loss_scale=scale), 0.375)

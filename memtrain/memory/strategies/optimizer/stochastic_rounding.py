@@ -2,7 +2,7 @@
 
 When: the copies do not fit, and pure bfloat16 would lose the updates. Saves: 4 bytes for each trained weight
 (moments stay float32). Costs: noise: a weight moves a whole step of bfloat16 or not at all, and is right on
-average. Not exact: other weights are learnt; what that costs in held-out loss is measured in
+average. Not exact: the trained weights differ; what that costs in held-out loss is measured in
 docs/benchmarks.md. Refused: where no bfloat16 weight is trained, over shards, and for optimizers that step
 tensor by tensor (muon, adafactor, 8-bit ones).
 

@@ -95,7 +95,7 @@ class Grpo(WithMismatch):
     """Weight of the mean entropy, which is added to the objective. Higher: more varied."""
 
     top_entropy_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the tokens that are learnt from, those of the highest entropy (arXiv:2506.01939: 0.2)."""
+    """Share of the tokens that are trained on, those of the highest entropy (arXiv:2506.01939: 0.2)."""
 
     dynamic_sampling: NonNegativeInt = 0
     """Times that groups whose rewards are all alike are replaced by groups of other prompts, before the

@@ -23,7 +23,7 @@ class Needs:
     """Passes without gradients that come before an update; each costs a forward pass over all answers."""
 
     old: bool
-    """Log-probs of the policy as it was when the answers were written: where it moves before it has learnt
+    """Log-probs of the policy as it was when the answers were written: where it moves before it has learned
     from all of them, or rewards are penalised by them."""
     reference: bool
     top_entropy_fraction: float | None = None
@@ -63,7 +63,7 @@ class FromOwnCompletions(WithReference):
     a policy that is some steps old."""
 
     updates_per_rollout: PositiveInt = 1
-    """Times that a rollout is learnt from. Higher: fewer rollouts, older completions."""
+    """Times that a rollout is trained on. Higher: fewer rollouts, older completions."""
 
     mask_truncated: bool = False
     """Do not learn from completions that were cut at generate.max_tokens (DAPO's overlong filtering)."""

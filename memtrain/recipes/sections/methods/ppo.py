@@ -19,7 +19,7 @@ class Ppo(WithMismatch):
     reference. Higher: nearer."""
 
     updates_per_rollout: PositiveInt = 4
-    """Times that a rollout is learnt from (the epochs of the paper). Higher: fewer rollouts, older
+    """Times that a rollout is trained on (the epochs of the paper). Higher: fewer rollouts, older
     completions."""
 
     value: Literal["shared", "own"] = "shared"

@@ -10,7 +10,7 @@ from memtrain.recipes.sections.base import Fraction, Section
 
 
 class Sft(Section):
-    """Supervised fine-tuning: cross-entropy on the learnt tokens."""
+    """Supervised fine-tuning: cross-entropy on the loss tokens."""
 
     loss: Literal["nll", "dft"] = "nll"
     """`nll`: cross-entropy. `dft`: each token weighted by its own probability (arXiv:2508.05629)."""

@@ -1,4 +1,4 @@
-"""Lengths, learnt spans and hashes of rows, gathered batch by batch: numbers of every row, tokens of none."""
+"""Lengths, loss spans and hashes of rows, gathered batch by batch: numbers of every row, tokens of none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS_AT_ONCE = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of rows. R rows of P parts, S learnt spans."""
+    """Numbers of rows. R rows of P parts, S loss spans."""
 
     parts: tuple[str, ...]
     part_tokens_RP: Int32s

@@ -202,7 +202,7 @@ def rows_there(work: Work) -> int | None:
 
 
 def nothing_usable(rows_read: int, faulty: Faulty, name: str) -> tuple[str, str, str]:
-    """(what, where, fix) when no row can be learnt from."""
+    """(what, where, fix) when no row can be trained on."""
     if not faulty.kinds:
         return "reading was stopped before any row was tokenized", name, "run it again"
     first = faulty.kinds[0]

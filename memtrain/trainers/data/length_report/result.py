@@ -59,7 +59,7 @@ class Distribution(Section):
     """Lengths of the rows, or of one part of them."""
 
     name: str
-    """`row`, a part of it (`prompt`, `completion`, `chosen`, `rejected`), `learnt` (loss tokens), `turn` (an
+    """`row`, a part of it (`prompt`, `completion`, `chosen`, `rejected`), `loss_tokens`, `turn` (an
     assistant's message, with assistant_only_loss), or `turns` (messages of a row)."""
     unit: Literal["tokens", "messages"]
     count: int
@@ -82,7 +82,7 @@ class LongRow(Section):
 
 
 class BadRows(Section):
-    """Rows that cannot be learnt from, of one kind."""
+    """Rows that cannot be trained on, of one kind."""
 
     what: str
     """Fault of the first of them."""
@@ -163,7 +163,7 @@ class Candidate(Section):
     losses: tuple[Loss, ...]
     lost_interval: Interval | None
     """95 % confidence interval of the share of loss tokens lost by the first of `losses` (of all tokens,
-    where nothing is learnt from the rows themselves), where the rows are a sample."""
+    where nothing is learned from the rows themselves), where the rows are a sample."""
     packings: tuple[Packing, ...]
     """Empty where the method does not pack."""
     padding: Padding

@@ -107,7 +107,7 @@ def held_out_of(recipe: Recipe, data: PreparedData, store: TokenStore, chosen: C
 
 
 def _none_left(rows: Ints, recipe: Recipe, name: str) -> tuple[str, str, str]:
-    """(what, where, fix) for rows of which none can be learnt from."""
+    """(what, where, fix) for rows of which none can be trained on."""
     length = recipe.row_limits
     longest = length.max_length
     limit = f"{longest} tokens" if longest is not None else "the limits of length:"

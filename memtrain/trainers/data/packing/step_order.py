@@ -29,7 +29,7 @@ class Epoch:
     """A pass over the data: the order of the sequences, cut into steps."""
 
     order: Ints
-    """Sequence numbers in the order they are learnt from."""
+    """Sequence numbers in the order they are trained on."""
     step_ptr: Ints
     """Step i of the epoch is `order[step_ptr[i]:step_ptr[i + 1]]`."""
 

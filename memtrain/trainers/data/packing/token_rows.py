@@ -40,7 +40,7 @@ class Sequences:
     tokens: Ints
     """Tokens of each sequence."""
     loss_tokens: Ints
-    """Tokens of each sequence that are learnt: predicted by the token before them, in the same piece."""
+    """Tokens of each sequence that are trained on: predicted by the token before them, in the same piece."""
     profile: LengthProfile
 
     def __len__(self) -> int:
@@ -136,8 +136,8 @@ def _wrapped(
 ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """(number of the row, start, length) of every piece, bin_ptr, loss tokens of every piece.
 
-    A piece in which nothing is learnt stays, so that sequences are full; what is left out, before and after
-    the cutting, is whole: a row or a sequence in which nothing is learnt.
+    A piece without a loss token stays, so that sequences are full; what is left out, before and after
+    the cutting, is whole: a row or a sequence without a loss token.
     """
     assert length.max_length is not None, "The recipe refuses packing without a max_length."
     sees = length.cross_document_attention
@@ -196,7 +196,8 @@ def _pack(kept: Ints, length: RowLimits) -> tuple[Ints, Ints]:
 
 
 def _first_loss_tokens(spans: Spans, row: Ints, start: Ints, bin_ptr: Ints) -> Ints:
-    """1 where a piece's first token is learnt and the piece before it, in the same sequence, predicts it."""
+    """1 where a piece's first token is in the loss and the piece before it, in the same sequence, predicts
+    it."""
     inner = np.ones(len(row), np.bool_)
     inner[bin_ptr[:-1]] = False
     one = np.ones_like(start)

@@ -108,7 +108,7 @@ def no_rows(source: Source, streams: Sequence[Stream], key: str) -> tuple[str, s
 def kind_of(found: Sequence[Found], allowed: Sequence[Format]) -> str:
     """The format that the rows of all sources are stored in.
 
-    Raises: DataError when the sources cannot be learnt from together.
+    Raises: DataError when the sources cannot be trained on together.
     """
     kinds = list(dict.fromkeys(stored_as(one) for one in found))
     num_answers = [FORMS[kind].num_answers for kind in kinds]

@@ -1,4 +1,4 @@
-"""The rows of a recipe to token stores: found, read, tokenized once and kept; and which rows are learnt from.
+"""The rows of a recipe to token stores: found, read, tokenized once and kept; and which rows are trained on.
 
 No torch here. The rows are stored whole, every row of every source once; truncation, packing, mixture weights
 and the held-out part are indices over them.
@@ -107,7 +107,7 @@ class KeptRows:
 
     store: TokenStore
     notes: tuple[str, ...]
-    """Parts that were not read, or are not learnt from."""
+    """Parts that were not read, or are not trained on."""
 
 
 def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData:

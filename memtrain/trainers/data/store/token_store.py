@@ -4,8 +4,8 @@ A store is a folder, written once and never changed:
 
     tokens.bin      int32   the tokens of all rows, end to end
     part_ptr.bin    int64   [R * P + 1] where each part begins in the tokens; row i has i * P .. (i + 1) * P
-    span_ptr.bin    int64   [R + 1] where the learnt spans of each row begin in the spans
-    spans.bin       int64   [S, 2] first token and end of each learnt span, counted in its row
+    span_ptr.bin    int64   [R + 1] where the loss spans of each row begin in the spans
+    spans.bin       int64   [S, 2] first token and end of each loss span, counted in its row
     origin.bin      int64   [R, 2] stream of each row (number into meta.streams), and its line there
     label.bin       float32 [R] label or margin of each row, NaN where it has none (formats that have one)
     columns.jsonl, columns_ptr.bin   other columns of each row, as JSON lines (prompts of online methods)
@@ -341,7 +341,7 @@ class TokenStore:
         )
 
     def loss_mask(self, i: int) -> NDArray[np.bool_]:
-        """bool: which tokens of row `i` are learnt, the first one too where its format learns it."""
+        """bool: which tokens of row `i` are trained on, the first one too where its format learns it."""
         mask = np.zeros(int(self.lengths[i]), np.bool_)
         for start, end in self.spans(i):
             mask[start:end] = True

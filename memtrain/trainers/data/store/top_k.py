@@ -2,7 +2,7 @@
 
 One safetensors file. P pieces, N scored tokens of all of them, K tokens kept of each:
 
-    keys    uint64 [P]     digest of each piece: its tokens, and which of them are learnt
+    keys    uint64 [P]     digest of each piece: its tokens, and which of them are trained on
     starts  int64 [P + 1]  where the scored tokens of each piece begin
     ids     int32 [N, K]   likeliest first
     logps   float32 [N, K] under the softmax at the temperature of the file

@@ -98,7 +98,7 @@ def turn_end_of(tokenizer: PreTrainedTokenizerFast, given: Mapping[str, Any]) ->
 
 
 def trained_words(made_of: dict[str, Any]) -> str:
-    """Parts of a store's rows that are learnt; empty for prompts, of which nothing is."""
+    """Parts of a store's rows that are trained on; empty for prompts, of which nothing is."""
     rendering, kind = made_of["rendering"], made_of["kind"]
     forms = {FORMS[reading["form"]].stored_as or reading["form"] for reading in made_of["readings"]}
     if kind == "prompt":

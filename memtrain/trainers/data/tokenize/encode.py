@@ -174,9 +174,9 @@ class Encoder:
 
 
 def placed(piece: Piece, ids: Ids, starts: Ints, ends: Ints, place: Callable[[int], int]) -> Encoded:
-    """The tokens of a piece with its cut and learnt spans in tokens.
+    """The tokens of a piece with its cut and loss spans in tokens.
 
-    A token that reaches over a boundary belongs to what is learnt. `place` turns a number of characters into
+    A token that reaches over a boundary belongs to the loss tokens. `place` turns a number of characters into
     the unit of `starts` and `ends`.
     """
     num_tokens, num_chars = len(ids), len(piece.text)

@@ -1,4 +1,4 @@
-"""Texts of an example for the tokenizer, with the spans of their characters that are learnt.
+"""Texts of an example for the tokenizer, with the spans of their characters that are trained on.
 
 A prompt with a string completion is the two put together, tokenized once. Where a token reaches over the
 boundary, it belongs to the completion: the boundary is the end of the last token that lies wholly in the
@@ -78,7 +78,7 @@ def _text(example: Text, rendering: Rendering) -> tuple[Piece, ...]:
 def _answer(
     prompt: str | Messages, answer: str | Messages, tools: tuple[Tool, ...], rendering: Rendering
 ) -> Piece:
-    """The prompt with an answer after it, the answer learnt."""
+    """The prompt with an answer after it, the answer trained on."""
     if isinstance(prompt, str) or isinstance(answer, str):
         assert isinstance(prompt, str), "formats give strings with strings"
         assert isinstance(answer, str), "formats give strings with strings"
@@ -96,7 +96,7 @@ def _prompt_completion(example: PromptCompletion | Unpaired, rendering: Renderin
 
 
 def _after_cut(piece: Piece) -> Piece:
-    """The piece, of which nothing of the prompt is learnt."""
+    """The piece, of which nothing of the prompt is trained on."""
     inside = tuple((max(start, piece.cut), end) for start, end in piece.loss_spans if end > piece.cut)
     return replace(piece, loss_spans=inside)
 
@@ -156,7 +156,7 @@ def prompt_of(text: str, prompt: Messages, tools: tuple[Tool, ...], rendering: R
 def marked(
     messages: Messages, tools: tuple[Tool, ...], rendering: Rendering
 ) -> tuple[str, tuple[CharSpan, ...]]:
-    """A conversation, and the places in it that are learnt.
+    """A conversation, and the places in it that are trained on.
 
     Raises: BadRow when the template refuses it, a template that stands in writes another text, or a message
     that is chosen cannot be found.

@@ -24,8 +24,8 @@ def loss_spans(
     assistant_only: bool,
     last_turn_only: bool,
 ) -> tuple[CharSpan, ...]:
-    """Characters of `text` that are learnt: the assistant's turns, its last one, or all but the messages that
-    the row switches off.
+    """Characters of `text` that are trained on: the assistant's turns, its last one, or all but the messages
+    that the row switches off.
 
     `marks`: what the template marks; None where it marks nothing.
     Raises: BadRow when a message that must be found cannot be.

@@ -75,9 +75,9 @@ class Norms:
     num_answers: float
     """Answers of the step, those without signal and truncated ones included."""
     num_tokens: float
-    """Tokens of the step that may be learnt."""
+    """Tokens of the step that may be trained on."""
     rollout_tokens: float
-    """Tokens of the rollout that may be learnt, divided by its optimizer steps."""
+    """Tokens of the rollout that may be trained on, divided by its optimizer steps."""
     max_tokens: int
     """Most tokens of a completion."""
     kept_tokens: float | None = None

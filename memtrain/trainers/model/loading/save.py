@@ -47,7 +47,7 @@ def save_final(
 
     The folder is whole or, after a kill, not there: it is written beside and renamed. One that is there
     already is replaced. The special tokens that the model's configuration leaves open are the tokenizer's;
-    generation also stops at the tokenizer's end-of-sequence token, which is the one that was learnt. A model
+    generation also stops at the tokenizer's end-of-sequence token, which is the one that was learned. A model
     that scores sequences pads with a token that ends none (`scoring_pad`).
 
     Raises: LaunchError when the disk refuses, or there are no weights in what was written.
@@ -112,7 +112,7 @@ def refuse_to_overwrite(folder: Path) -> None:
 
 
 def _save_generation(model: nn.Module, folder: Path) -> None:
-    """Save the generation configuration where an adapter learnt another end token than its model's
+    """Save the generation configuration where an adapter learned another end token than its model's
     configuration names."""
     if _ends_otherwise(model):
         made, _ = storable(model)

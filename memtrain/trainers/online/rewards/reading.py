@@ -1,8 +1,8 @@
 """The input of a reward model: a completion in its own chat template, tokenized as in its training.
 
-A reward was learnt at the last token of rows that were rendered in one way: beginning-of-sequence token,
+A reward was learned at the last token of rows that were rendered in one way: beginning-of-sequence token,
 turns, end of turn or end of text. A completion is rendered in the same way, from the messages of its row and
-not from the policy's tokens, so that the score is read at the place that was learnt. No torch here.
+not from the policy's tokens, so that the score is read at the place that was learned. No torch here.
 """
 
 from __future__ import annotations

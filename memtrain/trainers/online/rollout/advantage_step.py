@@ -31,7 +31,7 @@ class AdvantageStep:
     group_size: int
 
     def weigh(self, window: Rollout) -> None:
-        """Give a judged window its advantages and log-probs, and say which of its answers are learnt.
+        """Give a judged window its advantages and log-probs, and say which of its answers are trained on.
 
         Called by all ranks together: the passes are shared.
         """
@@ -42,7 +42,7 @@ class AdvantageStep:
         self.feed.window = window
         kl_A = None
         if needs.is_for_rewards:
-            # Rewards are penalised for every answer: those that are not learnt are in the baseline too.
+            # Rewards are penalised for every answer: those that are not trained on are in the baseline too.
             window.is_trained_A = np.ones_like(may_learn_A)
             self.passes().fill(self.feed, needs)
             kl_A = _sums(window) if needs.reference else None

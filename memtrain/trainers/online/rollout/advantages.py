@@ -103,7 +103,7 @@ def generalised_advantages(
 
 
 def standardised(advantage_N: Tensor, is_loss_token_N: Tensor) -> Tensor:
-    """Advantages of tokens less their mean, over their standard deviation, both of the learnt ones alone.
+    """Advantages of tokens less their mean, over their standard deviation, both of the loss tokens alone.
 
     Source: Huang et al. 2022, "The 37 implementation details of PPO" (https://iclr-blog-track.github.io),
     detail 7, over a rollout in place of a mini-batch, so that micro-batches and ranks do not move it.

@@ -1,7 +1,7 @@
 """The alarm for a sampler that holds other weights than the policy: log-probs that are too far apart.
 
 The same weights in another engine or dtype differ by hundredths of a nat; stale or broken ones by tenths and
-more. It is looked at after every step that learnt from fresh log-probs. A difference that is there from the
+more. It is looked at after every step that trained on fresh log-probs. A difference that is there from the
 first step on, and more than rounding, is told once.
 """
 

@@ -87,7 +87,7 @@ class Prompts:
         self.tokens = np.array([len(self.ids(one)) for one in range(len(feed.tokens))], np.int64)
 
     def ids(self, sequence: int) -> tuple[int, ...]:
-        """Tokens before the first learnt one; the first token, where that is learnt."""
+        """Tokens before the first loss token; the first token, where that is trained on."""
         piece = self.feed.piece_of(sequence)
         return tuple(piece.ids[: max(1, int(piece.loss_mask.argmax()))].tolist())
 
@@ -176,7 +176,7 @@ class OnPolicySteps:
 
 
 def _piece(prompt: tuple[int, ...], sample: Sample, max_length: int | None) -> Piece:
-    """A prompt with its completion, which is learnt; cut where the rows are cut."""
+    """A prompt with its completion, which is trained on; cut where the rows are cut."""
     ids = np.array((*prompt, *sample.token_ids), np.int32)
     mask = np.arange(len(ids)) >= len(prompt)
     return Piece(ids[:max_length], mask[:max_length])

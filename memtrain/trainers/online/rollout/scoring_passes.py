@@ -71,7 +71,7 @@ class Passes:
             window.is_kept_N = kept_tokens(window, found["entropy"], needs.top_entropy_fraction)
 
     def _shared(self, feed: PolicyFeed, needs: Needs) -> dict[str, NDArray[np.float32]]:
-        """float32 [N] of each that is needed, NaN for tokens of answers that are not learnt."""
+        """float32 [N] of each that is needed, NaN for tokens of answers that are not trained on."""
         window = feed.window
         assert window is not None, "A rollout is at hand."
         answers = np.flatnonzero(window.is_trained_A)

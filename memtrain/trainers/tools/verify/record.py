@@ -119,7 +119,7 @@ class Side:
         return take
 
     def _take_scores(self, scorer: object, inputs: object, answer: Any) -> None:
-        # Only passes that are learnt from: others are of references and of means over the step.
+        # Only passes that are trained on: others are of references and of means over the step.
         if not torch.is_grad_enabled():
             return
         if not isinstance(answer, Tensor):

@@ -88,11 +88,11 @@ def at(found: Inspection, max_length: int) -> Candidate:
     return next(one for one in found.candidates if one.max_length == max_length)
 
 
-# The slow count: every row a list of (token, learnt), made by the tokenizer's own offsets.
+# The slow count: every row a list of (token, in the loss), made by the tokenizer's own offsets.
 
 
 def slow_row(prompt: str, completion: str, *, learns_prompt: bool = False) -> tuple[int, list[bool]]:
-    """(tokens of the prompt, for every token whether it is learnt) of two texts put together."""
+    """(tokens of the prompt, for every token whether it is trained on) of two texts put together."""
     text = prompt + completion
     if not text.endswith(tokenizer.eos_token):
         text += tokenizer.eos_token
@@ -167,7 +167,7 @@ def test_conversations_are_those_of_the_chat_template(tmp_path):
     assert (messages.total, messages.largest) == (sum(len(row["messages"]) for row in rows), 6)
 
 
-def test_turns_are_the_assistants_where_only_they_are_learnt(tmp_path):
+def test_turns_are_the_assistants_where_only_they_are_trained_on(tmp_path):
     found = inspected(jsonl(tmp_path / "a.jsonl", ROWS["messages"]), tmp_path, assistant_only_loss=True)
     turn = next(part for part in found.distributions if part.name == "turn")
     loss_tokens = next(part for part in found.distributions if part.name == "loss_tokens")
@@ -318,7 +318,7 @@ def test_padding_is_that_of_the_micro_batches_of_training(tmp_path):
     assert found.candidates[0].steps == 13
 
 
-def test_mixtures_count_a_row_as_often_as_it_is_learnt_from(tmp_path):
+def test_mixtures_count_a_row_as_often_as_it_is_trained_on(tmp_path):
     small = jsonl(tmp_path / "small.jsonl", ROWS["text"][:10])
     large = jsonl(tmp_path / "large.jsonl", ROWS["text"][10:])
     sources = [{"source": small, "weight": 3.0}, {"source": large, "weight": 1.0}]

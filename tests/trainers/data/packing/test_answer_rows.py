@@ -16,7 +16,7 @@ Pair = tuple[list[int], list[int], list[int]]
 
 
 def store_of(folder: Path, pairs: list[Pair]) -> TokenStore:
-    """A store of [prompt][chosen][rejected] rows, the answers learnt."""
+    """A store of [prompt][chosen][rejected] rows, the answers trained on."""
     folder.mkdir()
     rows = []
     for line, (prompt, chosen, rejected) in enumerate(pairs):
@@ -85,8 +85,8 @@ def test_nothing_that_is_kept_is_over_the_limit(prompt: int, answers: list[int],
         assert min(cut) >= 1
 
 
-def test_learnt_tokens_are_counted_for_each_answer(tmp_path: Path):
-    """The second answer loses 4 of 9 learnt tokens, the first none; without a prompt the first token is
+def test_loss_tokens_are_counted_for_each_answer(tmp_path: Path):
+    """The second answer loses 4 of 9 loss tokens, the first none; without a prompt the first token is
     none."""
     store = store_of(tmp_path / "s", [([1, 2], [3, 4], list(range(10, 19))), ([], [5, 6], [7, 8, 9])])
     laid = lay_out_answers(store, np.arange(2), pairs_by(max_length=6), is_shared=True)
@@ -98,7 +98,7 @@ def test_learnt_tokens_are_counted_for_each_answer(tmp_path: Path):
 
 
 def test_a_pair_never_loses_one_side(tmp_path: Path):
-    """One token of each answer is left: of a pair without a prompt, nothing is learnt then."""
+    """One token of each answer is left: of a pair without a prompt, nothing is trained on then."""
     store = store_of(tmp_path / "s", [([1, 2], [3, 4], [5]), ([], [5, 6], [7, 8])])
     length = pairs_by(max_length=None, max_completion=1)
     laid = lay_out_answers(store, np.arange(2), length, is_shared=True)

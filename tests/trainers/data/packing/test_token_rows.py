@@ -35,7 +35,7 @@ def pieces(sequences: Sequences) -> list[tuple[int, int, int]]:
 
 ROWS = [5, 12, 8]
 SPANS = [(2, 5), (4, 12), (0, 8)]
-"""Learnt and predicted: 3, 8 and 7 tokens (the first token of row 2 is learnt but nothing predicts it)."""
+"""Loss tokens that are predicted: 3, 8 and 7 (the first token of row 2 has nothing that predicts it)."""
 
 
 def test_nothing_is_cut_without_a_limit():
@@ -62,7 +62,7 @@ def test_truncation_counts_what_it_loses(
     cut: int,
     dropped: int,
 ):
-    """At 8 tokens row 1 loses 4: its last four learnt ones; or its first four, and token 4 becomes first."""
+    """At 8 tokens row 1 loses 4: its last four loss tokens; or its first four, and token 4 becomes first."""
     sequences = made(ROWS, SPANS, asked(max_length=8, truncation=truncation))
     report = sequences.profile.report
     assert pieces(sequences) == expected
@@ -70,14 +70,14 @@ def test_truncation_counts_what_it_loses(
     assert (report.rows_cut, report.rows_dropped) == (cut, dropped)
 
 
-def test_a_row_with_nothing_learnt_left_is_dropped_and_counted():
+def test_a_row_with_no_loss_token_left_is_dropped_and_counted():
     sequences = made([4, 10], [(1, 4), (8, 10)], asked(max_length=6))
     report = sequences.profile.report
     assert pieces(sequences) == [(0, 0, 4)]
     assert (report.rows_dropped, report.loss_tokens_lost, report.tokens_lost) == (1, 2, 10)
 
 
-def test_split_rows_predict_every_learnt_token_once():
+def test_split_rows_predict_every_loss_token_once():
     """12 tokens in pieces of 5: 0-4, 4-8, 8-11, each beginning with the last token of the one before."""
     sequences = made([12], [(1, 12)], asked(max_length=5, packing="bfd_split"))
     report = sequences.profile.report
@@ -87,7 +87,7 @@ def test_split_rows_predict_every_learnt_token_once():
     assert (report.rows_split, report.pieces) == (1, 3)
 
 
-def test_pieces_without_a_learnt_token_are_left_out_and_counted_as_idle():
+def test_pieces_without_a_loss_token_are_left_out_and_counted_as_idle():
     """Learnt from token 9 on: the piece 0-4 teaches nothing, 4-8 neither, 8-11 has tokens 9, 10, 11."""
     sequences = made([12], [(9, 12)], asked(max_length=5, packing="bfd_split"))
     report = sequences.profile.report
@@ -113,7 +113,7 @@ def test_wrapped_sequences_are_full_though_a_cut_leaves_a_prompt_alone():
     assert (report.rows_dropped, report.tokens_idle, report.loss_tokens_lost) == (0, 0, 0)
 
 
-def test_wrapped_leaves_out_whole_sequences_and_rows_in_which_nothing_is_learnt():
+def test_wrapped_leaves_out_whole_sequences_and_rows_in_which_nothing_is_trained_on():
     """A prompt of 11 fills the first sequence of 6 alone; the row of 4 has nothing to learn."""
     sequences = made([13, 4], [(11, 13), (4, 4)], asked(max_length=6, packing="wrapped"))
     assert sequences.loss_tokens.tolist() == [2]
@@ -149,7 +149,7 @@ def test_packing_fills_sequences_and_keeps_every_row():
     assert sequences.profile.report.fill == 1.0
 
 
-def slow_learnt(ptr: np.ndarray, starts: np.ndarray, ends: np.ndarray, piece: tuple[int, int, int]) -> int:
+def slow_loss(ptr: np.ndarray, starts: np.ndarray, ends: np.ndarray, piece: tuple[int, int, int]) -> int:
     row, start, length = piece
     loss_tokens = {t for i in range(ptr[row], ptr[row + 1]) for t in range(starts[i], ends[i])}
     return sum(t in loss_tokens for t in range(start + 1, start + length))
@@ -170,7 +170,7 @@ def test_counts_agree_with_a_slow_count(rows: list[int], limit: int, packing: st
     sequences = lay_out(lengths, held, np.arange(len(rows)), asked(max_length=limit, packing=packing))
     shown = pieces(sequences)
     assert int(sequences.loss_tokens.sum()) == sum(
-        slow_learnt(held.ptr, held.starts, held.ends, p) for p in shown
+        slow_loss(held.ptr, held.starts, held.ends, p) for p in shown
     )
     assert all(tokens <= limit for tokens in sequences.tokens)
     report = sequences.profile.report

@@ -1,4 +1,4 @@
-"""Which rows are learnt from: splits and mixtures, sampled and stable."""
+"""Which rows are trained on: splits and mixtures, sampled and stable."""
 
 import numpy as np
 import pytest

@@ -209,7 +209,7 @@ def test_one_source_is_no_mixture(tmp_path):
     )
 
 
-def test_sources_of_two_formats_are_learnt_from_together(tmp_path):
+def test_sources_of_two_formats_are_trained_on_together(tmp_path):
     one = jsonl(tmp_path / "one.jsonl", [{"question": "a b", "answer": "c d"}])
     two = jsonl(tmp_path / "two.jsonl", [{"text": "e f"}])
     columns = {"prompt": "question", "completion": "answer"}

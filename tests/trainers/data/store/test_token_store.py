@@ -62,7 +62,7 @@ def test_a_store_gives_back_rows_parts_spans_and_places(tmp_path):
     assert (store.meta.num_merged, store.meta.longest_tokens) == (1, 5)
 
 
-def test_a_first_token_is_not_counted_as_learnt(tmp_path):
+def test_a_first_token_is_not_counted_as_loss_token(tmp_path):
     """Nothing predicts it: of (0, 2) one token counts."""
     store = write(tmp_path / "s", PAIRS)
     assert store.loss_tokens_per_row.tolist() == [3, 2, 2]

@@ -1,4 +1,4 @@
-"""Rendering: the same text as the model's own template, with the learnt words marked."""
+"""Rendering: the same text as the model's own template, with the trained words marked."""
 
 import pytest
 
@@ -43,7 +43,7 @@ WRITTEN = {
     "<|im_start|>assistant<|im_sep|>[yo<|im_end|>]<|im_start|>user<|im_sep|>bye<|im_end|>"
     "<|im_start|>assistant<|im_sep|>[ciao<|im_end|>]",
 }
-"""A conversation as each family's published format writes it; what is learnt in brackets."""
+"""A conversation as each family's published format writes it; the trained text in brackets."""
 
 ORIGINALS = {
     "chatml": "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
@@ -144,7 +144,7 @@ def test_strings_end_with_the_end_token_once():
     assert (piece.text, piece.cut, piece.loss_spans) == ("abc", 3, ())
 
 
-def test_the_whole_row_is_learnt_when_asked():
+def test_the_whole_row_is_trained_on_when_asked():
     asked = rendering("", completion_only=False)
     (piece,) = render(prompt_completion.parse({"prompt": "a b", "completion": " c"}, Names()), asked)
     assert (piece.cut, piece.loss_spans) == (3, ((0, 5),))

@@ -1,4 +1,4 @@
-"""What of a conversation is learnt, and where its turns end: by marks, and by beginnings."""
+"""What of a conversation is trained on, and where its turns end: by marks, and by beginnings."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_beginnings_find_what_the_marks_of_shipped_templates_enclose(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_last_turn_alone_is_learnt_with_marks(name: str):
+def test_the_last_turn_alone_is_trained_on_with_marks(name: str):
     marked = loss_spans(talk(), rendering(shipped_text(name), has_marks=True))
     assert (
         loss_spans(talk(), rendering(shipped_text(name), has_marks=True, last_turn_only=True)) == marked[1:]
@@ -77,7 +77,7 @@ def test_the_last_turn_alone_is_learnt_with_marks(name: str):
 
 
 @pytest.mark.parametrize("switch", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": False}])
-def test_a_message_that_its_row_switches_off_is_not_learnt(switch: dict[str, Any]):
+def test_a_message_that_its_row_switches_off_is_not_trained_on(switch: dict[str, Any]):
     row = talk({}, switch)
     assert loss_spans(row, rendering(BARE)) == ["Ciao.<end>"]
     assert loss_spans(row, rendering(shipped_text("chatml"), has_marks=True)) == ["Ciao.<|im_end|>"]

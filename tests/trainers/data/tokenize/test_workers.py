@@ -111,7 +111,7 @@ def rows_of(rows: list[dict], work: Job):
     return done
 
 
-def test_a_completion_is_learnt_from_its_first_token_to_the_end_token():
+def test_a_completion_is_trained_on_from_its_first_token_to_the_end_token():
     done = rows_of([{"prompt": "Ana has 3 pens.\n", "completion": "3 + 1 = 4"}], job("prompt_completion"))
     tokenizer = load_tokenizer("builtin:tiny")
     prompt, answer = tokenizer("Ana has 3 pens.\n")["input_ids"], tokenizer("3 + 1 = 4<eos>")["input_ids"]
@@ -123,7 +123,7 @@ def test_a_completion_is_learnt_from_its_first_token_to_the_end_token():
 
 
 def test_a_token_over_the_boundary_belongs_to_the_completion():
-    """ "many" is one token: cut at "ma|ny", it is learnt, and the row is counted."""
+    """ "many" is one token: cut at "ma|ny", it is trained on, and the row is counted."""
     done = rows_of([{"prompt": "How ma", "completion": "ny"}], job("prompt_completion"))
     tokenizer = load_tokenizer("builtin:tiny")
     assert done.rows.ids.tolist() == tokenizer("How many<eos>")["input_ids"]
@@ -168,7 +168,7 @@ def test_a_pair_becomes_two_rows_where_verdicts_are_wanted():
     assert done.rows.origin.tolist() == [[0, 1], [0, 1]]
 
 
-def test_labels_beside_ids_say_what_is_learnt():
+def test_labels_beside_ids_say_what_is_trained_on():
     done = rows_of([{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8]}], job("ids"))
     assert done.rows.spans.tolist() == [[1, 2], [3, 4]]
     (bad,) = rows_of([{"input_ids": [5, 6], "labels": [5, -100]}], job("ids")).bad
@@ -196,7 +196,7 @@ def test_a_row_that_learns_nothing_is_bad():
     assert bad[2] == "no token of the row is the assistant's: there is no loss token"
 
 
-def test_only_what_the_assistant_says_is_learnt():
+def test_only_what_the_assistant_says_is_trained_on():
     tokenizer = load_tokenizer("builtin:tiny")
     talk = Rendering(tokenizer.chat_template, {}, None, completion_only=False, assistant_only=True)
     row = {

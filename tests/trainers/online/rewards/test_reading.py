@@ -67,7 +67,7 @@ def test_a_string_ends_as_the_rows_of_its_training_did(
     assert read(reader, RowPrompt("1+1 is"), " 2") == ("1+1 is", expected)
 
 
-def test_a_string_is_a_users_turn_for_a_model_that_learnt_from_conversations(
+def test_a_string_is_a_users_turn_for_a_model_that_trained_on_conversations(
     tokenizer: PreTrainedTokenizerFast,
 ):
     reader = RewardReader(tokenizer, Reading(rows="conversations"))
