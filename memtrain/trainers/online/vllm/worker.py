@@ -129,7 +129,7 @@ def opened(handle: str) -> Any:
     return rebuild_cuda_tensor(*arguments)
 
 
-class Engine:
+class VllmEngine:
     """vLLM, and which weights it has."""
 
     def __init__(self, wire: Wire, arguments: Frame) -> None:
@@ -225,7 +225,7 @@ def repack_tied_head(model: Any) -> None:
 
 def serve(wire: Wire) -> None:
     """Start the engine as the first frame says, and serve the next frames until the trainer is gone."""
-    engine = Engine(wire, wire.receive()["engine"])
+    engine = VllmEngine(wire, wire.receive()["engine"])
     from vllm import __version__  # pyright: ignore[reportAttributeAccessIssue]
 
     wire.send({"ev": "ready", "vllm": __version__, "pid": os.getpid()})
