@@ -117,7 +117,7 @@ def one_run(work: Path, method: str, seed: int) -> None:
         "held_out": held_out,
         "train_reward": [round(line["reward"], 4) for line in steps],
         "completion_tokens": [round(line["completion_tokens"], 2) for line in steps],
-        "groups_without_signal": [round(line["groups_without_signal"], 3) for line in steps],
+        "groups_without_signal": [round(line["zero_std_groups"], 3) for line in steps],
         "cpu_seconds": round(time.process_time() - begun, 1),
     }
     (work / f"{name}.json").write_text(json.dumps(told))

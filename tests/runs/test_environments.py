@@ -75,7 +75,7 @@ def test_how_rows_are_laid_out_does_not_move_the_curve(tmp_path: Path, cache: Pa
         assert one == pytest.approx(other, rel=2e-4, abs=2e-6)
 
 
-def test_groups_without_signal_are_replaced_by_other_prompts(tmp_path: Path, cache: Path):
+def test_zero_std_groups_are_replaced_by_other_prompts(tmp_path: Path, cache: Path):
     """Some completions have a k: a few groups are alike at first."""
     (cache / "rare.py").write_text("def rare(completion):\n    return float('k' in completion)\n")
     given = (
@@ -85,9 +85,9 @@ def test_groups_without_signal_are_replaced_by_other_prompts(tmp_path: Path, cac
     )
     plain = steps(run(tmp_path, cache, *given, name="plain"))[0]
     other = steps(run(tmp_path, cache, *given, "grpo.dynamic_sampling=4", name="dynamic"))[0]
-    assert plain["groups_without_signal"] > 0
-    assert other["groups_resampled"] >= plain["groups_without_signal"] * 4
-    assert other["groups_without_signal"] < plain["groups_without_signal"]
+    assert plain["zero_std_groups"] > 0
+    assert other["groups_resampled"] >= plain["zero_std_groups"] * 4
+    assert other["zero_std_groups"] < plain["zero_std_groups"]
     assert other["reward"] == pytest.approx(other["rewards/rare"])
 
 

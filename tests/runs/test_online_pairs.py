@@ -55,7 +55,7 @@ def test_online_dpo_begins_at_log_2_and_tells_its_pairs(tmp_path: Path, cache: P
     told = run(tmp_path, "online_dpo", cache)
     first = steps(told)[0]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert first["pairs"] == pytest.approx(4 * (1 - first["groups_without_signal"]))
+    assert first["pairs"] == pytest.approx(4 * (1 - first["zero_std_groups"]))
     assert first["completions_trained"] == pytest.approx(first["pairs"] * 2 / 16)
     assert first["pairs/margin"] == pytest.approx(0, abs=1e-4)
     assert steps(told)[-1]["pairs/margin"] != 0
@@ -196,7 +196,7 @@ def test_a_judge_that_likes_the_first_helps_nobody_when_asked_both_ways(tmp_path
     judge = f'{{function: "{cache / "rewards.py"}:first", pairwise: true, both_orders: true}}'
     given = (f"rewards={{functions: [{judge}]}}", "data.eval_fraction=0", "eval.every_steps=null")
     told = steps(run(tmp_path, "online_dpo", cache, *given, "train.max_steps=2"))
-    assert [line["groups_without_signal"] for line in told] == [1.0, 1.0]
+    assert [line["zero_std_groups"] for line in told] == [1.0, 1.0]
     assert [line["grad_norm"] for line in told] == [0.0, 0.0]
 
 

@@ -39,7 +39,7 @@ class Group:
 class AnswerBatch:
     """Input of a forward pass over prompts with answers. Answers stand item after item.
 
-    micro: its scored tokens are the loss tokens of the answers, answer after answer.
+    micro_batch: its scored tokens are the loss tokens of the answers, answer after answer.
     lengths_A: int64, loss tokens of each answer.
     last_A: int64, row of the flattened hidden states of each answer's last token.
     label_I: float32, label or margin of each item, NaN where it has none.

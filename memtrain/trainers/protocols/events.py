@@ -236,6 +236,7 @@ PREVIOUS_FIELDS = {
     "learnt_cut": "loss_tokens_cut",
     "learnt_dropped": "loss_tokens_dropped",
     "learnt_cut_by_answer": "loss_tokens_cut_by_answer",
+    "groups_without_signal": "zero_std_groups",
 }
 """Fields of events in runs that an earlier version began."""
 

@@ -45,7 +45,7 @@ class Method(Protocol):
     """A training method: how a micro-batch becomes a loss."""
 
     def loss(self, model: nn.Module, micro_batch: Any, *, denominator: float, want_stats: bool) -> Loss:
-        """The loss of `micro`; with `want_stats` also the sums that the metrics need."""
+        """The loss of `micro_batch`; with `want_stats` also the sums that the metrics need."""
         ...
 
 

@@ -54,7 +54,7 @@ def gradients(model: nn.Module) -> Tensor:
 def summed(
     model: nn.Module, micro_batches: list[Tensor], engine: DistributedStep, denominator: float
 ) -> Tensor:
-    """The gradients of a step of `micros`."""
+    """The gradients of a step of `micro_batches`."""
     work: Any = {
         "denominator": denominator,
         "engine": engine,

@@ -84,7 +84,7 @@ def rollout_facts(window: Rollout, reward_A: Tensor, group_size: int) -> dict[st
     return {
         REWARD: known_A.mean().item() if len(known_A) else float("nan"),
         "reward_std": known_A.std().item() if len(known_A) > 1 else 0.0,
-        "groups_without_signal": zero_std_groups(reward_A, group_size).float().mean().item(),
+        "zero_std_groups": zero_std_groups(reward_A, group_size).float().mean().item(),
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_max": float(lengths.max()),
         "completions_cut": float(window.is_cut_A.mean()),

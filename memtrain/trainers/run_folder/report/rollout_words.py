@@ -14,7 +14,7 @@ def mean_length_words(lengths: Sequence[float]) -> str:
 
 
 def counted_words(tokens: int, loss_tokens: int, lengths: Sequence[float]) -> str:
-    """Tokens that the speed is made of, and loss tokens; of rollouts without any, that nothing was learnt."""
+    """Tokens that the speed is made of, and loss tokens; of rollouts without any, that there were none."""
     of = " of prompts and completions" if lengths else ""
     if lengths and not loss_tokens:
         return f"{tokens:,} tokens{of}; no loss tokens: every completion was left out of the update"

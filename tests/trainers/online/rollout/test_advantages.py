@@ -67,7 +67,7 @@ def test_decoupled_advantages_give_every_reward_the_same_say():
     assert made[2] > 1
 
 
-def test_groups_without_signal_are_found():
+def test_zero_std_groups_are_found():
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, NAN, 1.0, NAN, NAN])
     assert zero_std_groups(rewards, 2).tolist() == [True, False, True, True]
 
