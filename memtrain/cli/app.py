@@ -25,7 +25,7 @@ class Command:
 
     name: str
     target: str
-    says: str
+    summary: str
     key: str | None = None
 
 
@@ -35,7 +35,7 @@ COMMANDS: tuple[Command, ...] = (
         "quickstart:quickstart",
         "Train a tiny model on built-in data: a first look at a run.",
     ),
-    *(Command(one.command, "train:BY_METHOD", one.says, one.name) for one in METHODS.values()),
+    *(Command(one.command, "train:BY_METHOD", one.summary, one.name) for one in METHODS.values()),
     Command("score", "score:score", "Score answers with a reward model."),
     Command(
         "score-teacher",
@@ -113,7 +113,7 @@ class _Commands(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(entry.name, entry.says) for entry in COMMANDS])
+            formatter.write_dl([(entry.name, entry.summary) for entry in COMMANDS])
 
 
 def _command(entry: Command) -> Any:

@@ -12,7 +12,7 @@ class Method:
     """A method. `trainer` names its module as text, so that this floor imports nothing above."""
 
     name: str
-    says: str
+    summary: str
     """The sentence of `memtrain methods`, of the list of commands and of the command's own help."""
     title: str
     """The method in the words of a model card."""

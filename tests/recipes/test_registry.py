@@ -16,4 +16,4 @@ def test_every_method_has_a_section_of_its_name():
 def test_every_method_names_a_trainer_and_one_sentence():
     for method in METHODS.values():
         assert method.trainer.startswith("memtrain.trainers.")
-        assert method.says.endswith(".")
+        assert method.summary.endswith(".")

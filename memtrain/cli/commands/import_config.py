@@ -82,8 +82,8 @@ def _import(
     foreign = read_foreign(config, tool, method, processes)
     made = imported(foreign, "recipe.yaml" if output is None else str(output))
     write_text(made.text, output, replace=force, confirm_on_stderr=True)
-    says = f"Read as a configuration of {made.tool.title}, method {made.method}."
-    for line in [says, *made.notes] if tool is None else made.notes:
+    summary = f"Read as a configuration of {made.tool.title}, method {made.method}."
+    for line in [summary, *made.notes] if tool is None else made.notes:
         wrapped = textwrap.wrap(line, columns(), subsequent_indent="  ", break_long_words=False)
         typer.echo("\n".join(wrapped), err=True)
     if made.faults:

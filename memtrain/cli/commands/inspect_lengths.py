@@ -233,7 +233,7 @@ def _with_tokenizer(words: Words) -> tuple[Words, str]:
     from memtrain.cli.plan.usual_tokenizer import usual_tokenizer
 
     usual = usual_tokenizer(words.dataset)
-    return replace(words, tokenizer=usual.name), usual.says
+    return replace(words, tokenizer=usual.name), usual.summary
 
 
 def _loaded(words: Words) -> LoadedRecipe:

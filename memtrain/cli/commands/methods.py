@@ -17,7 +17,9 @@ def methods(
 ) -> None:
     """List the methods that a recipe may ask for, as a command or as `method:`."""
     if not strategies:
-        print_table(("method", "what it does"), [(method.name, method.says) for method in METHODS.values()])
+        print_table(
+            ("method", "what it does"), [(method.name, method.summary) for method in METHODS.values()]
+        )
         return
     from memtrain.memory.strategies.registry import STRATEGIES
 
@@ -28,6 +30,6 @@ def methods(
         print_text(words)
         print_table(
             ("strategy", "what it does"),
-            [(one.name, one.says) for one in STRATEGIES.values() if one.is_exact is is_exact],
+            [(one.name, one.summary) for one in STRATEGIES.values() if one.is_exact is is_exact],
         )
         typer.echo()

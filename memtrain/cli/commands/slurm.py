@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from memtrain.cli.launch.submit import Submission
 
 
-def _option(name: str, says: str) -> typer.models.OptionInfo:
-    return typer.Option(name, help=says, show_default=False)
+def _option(name: str, summary: str) -> typer.models.OptionInfo:
+    return typer.Option(name, help=summary, show_default=False)
 
 
 def slurm(

@@ -46,7 +46,7 @@ Resume = Annotated[
 ]
 
 
-def _method_command(method: str | None, says: str) -> Callable[..., None]:
+def _method_command(method: str | None, summary: str) -> Callable[..., None]:
     """The command that trains by a method, or by the recipe's method."""
 
     def command(
@@ -66,11 +66,11 @@ def _method_command(method: str | None, says: str) -> Callable[..., None]:
             print_text(f"Wrote {whole(recipe)}: the recipe of this run.")
         run_recipe(method, recipe, overrides or [], dry_run=dry_run, run_dir=run_dir, resume=resume)
 
-    command.__doc__ = says
+    command.__doc__ = summary
     return command
 
 
-BY_METHOD = {name: _method_command(name, method.says) for name, method in METHODS.items()}
+BY_METHOD = {name: _method_command(name, method.summary) for name, method in METHODS.items()}
 """The command of each method."""
 train = _method_command(None, "Train by the method that the recipe names.")
 

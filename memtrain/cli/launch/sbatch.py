@@ -37,7 +37,7 @@ BYTES_PER_S = 200e6
 class Job:
     """All that a batch script says."""
 
-    says: str
+    summary: str
     """Summary of the training, in one line."""
     name: str
     asked: Slurm
@@ -89,7 +89,7 @@ def sbatch_text(job: Job) -> str:
     topology = job.topology
     given = environment(topology) | {LAUNCHED: "1", WATCHED: "1"}
     return templates.get_template(TEMPLATE).render(
-        says=" ".join(job.says.split()),
+        summary=" ".join(job.summary.split()),
         script=shlex.quote(str(job.script)),
         options=_options(job),
         runs=[shlex.quote(str(run)) for run in job.runs],

@@ -90,7 +90,7 @@ def _submission(loaded: LoadedRecipe, asked: Slurm, above: Path, planned: list[P
     leads = [_lead(asked, plan, RunFolder(run)) for plan, run in zip(plans, runs, strict=True)]
     lead, reason = max(leads)
     job = Job(
-        says=f"{loaded.recipe.method}: {loaded.path}",
+        summary=f"{loaded.recipe.method}: {loaded.path}",
         name=above.name,
         asked=asked,
         topology=Topology.of(plans[0].settings, asked.nodes),

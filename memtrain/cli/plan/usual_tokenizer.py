@@ -26,7 +26,7 @@ class Usual:
     """A tokenizer, and the sentence that says where its name comes from."""
 
     name: str
-    says: str
+    summary: str
 
 
 def usual_tokenizer(dataset: str) -> Usual:

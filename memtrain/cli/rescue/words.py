@@ -80,7 +80,7 @@ def plan_learns(found: Rescue) -> tuple[str, ...]:
         and one.is_used(settings)
         and (before is None or not one.is_used(before))
     ]
-    changes = [f"{one.name} ({one.says})" for one in named]
+    changes = [f"{one.name} ({one.summary})" for one in named]
     asked = found.was.recipe.length.max_length if found.was is not None else recipe.length.max_length
     if settings.max_length is not None and asked is not None and settings.max_length < asked:
         changes.append(f"rows are cut at {settings.max_length:,} tokens in place of {asked:,}")

@@ -98,7 +98,7 @@ def _table(strategies: Iterable[Strategy], recipe: Recipe) -> list[str]:
     return _lines(
         ("strategy", "what it does", "saves", "costs", "in the recipe", "source"),
         (
-            (f"`{one.name}`", one.says, one.saves, one.costs, _keys(one, recipe), _source(one))
+            (f"`{one.name}`", one.summary, one.saves, one.costs, _keys(one, recipe), _source(one))
             for one in strategies
         ),
     )
@@ -119,10 +119,10 @@ def _name(other: str) -> str:
 
 def _section(strategy: Strategy, recipe: Recipe) -> list[str]:
     """The text of a strategy's page, its exclusions, and the place of its figures."""
-    says, _, source = _page_text(strategy).partition(" Source: ")
-    first = min(says.index(f"{label}: ") for label in LABELS if f"{label}: " in says)
-    title = says[:first].strip().partition(": ")[2]
-    parts = re.split(rf"({'|'.join(LABELS)}): ", says[first:])[1:]
+    summary, _, source = _page_text(strategy).partition(" Source: ")
+    first = min(summary.index(f"{label}: ") for label in LABELS if f"{label}: " in summary)
+    title = summary[:first].strip().partition(": ")[2]
+    parts = re.split(rf"({'|'.join(LABELS)}): ", summary[first:])[1:]
     entries = dict(zip(parts[::2], (part.strip() for part in parts[1::2]), strict=True))
     entries |= {
         "Not with": "; ".join(

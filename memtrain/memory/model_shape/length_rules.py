@@ -22,7 +22,7 @@ class LengthRule:
     tokens: int
     """Up to so many tokens nothing changes."""
     depends: Depends
-    says: str
+    summary: str
     """The change, as a clause about the model."""
 
 
@@ -119,9 +119,9 @@ def _temperature(config: Mapping[str, Any]) -> Iterator[LengthRule]:
     if config.get("model_type") not in TEMPERED or not config.get("attn_temperature_tuning", True):
         return
     tokens = int(config.get("floor_scale") or 8192)
-    says = f"queries beyond {tokens:,} tokens are scaled by their place in the row"
+    summary = f"queries beyond {tokens:,} tokens are scaled by their place in the row"
     # The first token that is scaled is the one at place `tokens - 1`.
-    yield LengthRule("temperature", tokens - 1, "place", says)
+    yield LengthRule("temperature", tokens - 1, "place", summary)
 
 
 TEMPERED = ("llama4_text",)
@@ -135,8 +135,8 @@ def _reach(config: Mapping[str, Any]) -> Iterator[LengthRule]:
     if window and is_windowed:
         yield LengthRule("window", int(window), "reach", f"attention slides over {int(window):,} tokens")
     if chunk and (not kinds or "chunked_attention" in kinds):
-        says = f"attention is cut into chunks of {int(chunk):,} tokens"
-        yield LengthRule("chunk", int(chunk), "reach", says)
+        summary = f"attention is cut into chunks of {int(chunk):,} tokens"
+        yield LengthRule("chunk", int(chunk), "reach", summary)
     for name in TOP_KEYS:
         if config.get(name):
             tokens = int(config[name])

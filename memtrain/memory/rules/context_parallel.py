@@ -133,7 +133,7 @@ def context_faults(recipe: Recipe, config: Mapping[str, object]) -> list[tuple[s
     if rule is not None:
         faults.append(
             (
-                f"{rule.says}, and each process sees only a slice of the row",
+                f"{rule.summary}, and each process sees only a slice of the row",
                 PATH,
                 f"remove it for this model, or set length.max_length to at most {rule.tokens:,}",
             )

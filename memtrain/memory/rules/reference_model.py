@@ -38,7 +38,7 @@ def decide_shared_prompts(
         ledger.decide("shared_prompts", False, "", path)
         return False
     if growing is not None:
-        why = f"activations of a prompt depend on each answer: {growing.says}"
+        why = f"activations of a prompt depend on each answer: {growing.summary}"
         if wanted:
             ledger.refuse(
                 f"a prompt cannot be shared by its answers ({why})",

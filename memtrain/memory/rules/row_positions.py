@@ -21,14 +21,14 @@ def decide_positions(
     """
     placed = reached(rules, None, "place")
     if placed is not None and padding_free:
-        ledger.decide("positions", "each row's own", f"{placed.says}, not in the rows beside it")
+        ledger.decide("positions", "each row's own", f"{placed.summary}, not in the rows beside it")
     rule = reached(rules, longest, "row")
     if rule is None:
         return False
     if ledger.asked.recipe.online is not None:
         _refuse_growing(ledger, rule, longest)
     how = "rows are concatenated, each with its own" if padding_free else "rows are padded, one at a time"
-    ledger.decide("positions", "by the length of each row", f"{rule.says}; {how}")
+    ledger.decide("positions", "by the length of each row", f"{rule.summary}; {how}")
     return not padding_free
 
 
@@ -63,7 +63,7 @@ def _refuse_growing(ledger: DecisionLog, rule: LengthRule, longest: int) -> None
         f"set generate.max_tokens to at most {room:,}" if room > 0 else f"keep prompts below {rule.tokens:,}"
     )
     ledger.refuse(
-        f"prompt and completion may have {longest:,} tokens, and {rule.says}: a completion that grows "
+        f"prompt and completion may have {longest:,} tokens, and {rule.summary}: a completion that grows "
         "past this length changes the log-probs of its earlier tokens, which were sampled before",
         "generate.max_tokens",
         f"{lower} (length.max_prompt leaves out longer prompts), or name a model without this scaling",

@@ -117,7 +117,7 @@ class Strategy:
     name: str
     """Name in `memory.use` and `memory.never`."""
     axis: StrategyGroup
-    says: str
+    summary: str
     """Effect of the strategy, in a clause without a full stop."""
     saves: str
     costs: str

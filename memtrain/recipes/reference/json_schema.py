@@ -126,8 +126,8 @@ def _formats() -> str:
     rule = (detect.__doc__ or "").strip().split("\n\n", 1)[1]
     lines = ["## Formats of a row", "", rule, "", "| format | what a row is |", "|---|---|"]
     for name, form in detect.FORMS.items():
-        says = (sys.modules[form.parse.__module__].__doc__ or "").strip().splitlines()[0]
-        lines.append(f"| `{name}` | {says} |")
+        summary = (sys.modules[form.parse.__module__].__doc__ or "").strip().splitlines()[0]
+        lines.append(f"| `{name}` | {summary} |")
     return "\n".join(lines) + "\n"
 
 
@@ -138,8 +138,8 @@ def _sections(above: type[Section], prefix: str) -> list[str]:
         if section is None or (prefix == "data." and name == "eval") or prefix == "data.train.":
             continue
         key = f"{prefix}{name}"
-        says = " ".join((section.__doc__ or "").split())
-        blocks.append(f"## `{key}:`\n\n{says}\n\n{_table(f'{key}.', section)}")
+        summary = " ".join((section.__doc__ or "").split())
+        blocks.append(f"## `{key}:`\n\n{summary}\n\n{_table(f'{key}.', section)}")
         blocks += _sections(section, f"{key}.")
     return blocks
 
@@ -149,16 +149,16 @@ def _table(prefix: str, section: type[Section]) -> str:
     for name, annotation in field_types(section).items():
         field = section.model_fields[name]
         inner = section_of(annotation)
-        says = " ".join((field.description or "").split())
+        summary = " ".join((field.description or "").split())
         if inner is not None:
             takes = "a section, or null" if field.default is None else "a section"
-            says = says or " ".join((inner.__doc__ or "").split())
+            summary = summary or " ".join((inner.__doc__ or "").split())
         else:
             takes = describe(annotation)
         default = default_words(section, name).removeprefix(" to take the default, ").removeprefix(" to ")
         default = {"leave it unset": "not set", "take the defaults": "its defaults", "": "required"}.get(
             default, f"`{default}`"
         )
-        cells = (f"`{prefix}{name}`", takes, default, says)
+        cells = (f"`{prefix}{name}`", takes, default, summary)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -38,7 +38,7 @@ def starter_recipe(method: str, file_name: str = "recipe.yaml") -> str:
     schema = (configs_dir() / SCHEMA_FILE).as_posix()
     lines = [
         f"# yaml-language-server: $schema={schema}",
-        f"# {METHODS[method].says}",
+        f"# {METHODS[method].summary}",
         "# It runs as it is, on data and a model that are made on the spot; put yours in their place.",
         "# A line that starts with # is an option. Every other key: memtrain schema --reference",
         f"# Check it: memtrain check {file_name}",

@@ -26,7 +26,7 @@ from memtrain.trainers.run_folder.folder import RunFolder, RunState
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 ONE = Job(
-    says="sft: my.yaml",
+    summary="sft: my.yaml",
     name="my",
     asked=Slurm(),
     topology=Topology(num_nodes=1, processes_per_node=1, device="cuda", threads=8),
@@ -85,7 +85,7 @@ HOSTILE = (
 
 def hostile_job(name: str) -> Job:
     return replace(ONE, folder=Path("/r") / name, runs=(Path("/r") / name,), here=Path("/h") / name,
-                   name=name, python=f"/env/{name}/python", says=name)  # fmt: skip
+                   name=name, python=f"/env/{name}/python", summary=name)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -47,7 +47,7 @@ def test_the_recipe_and_the_pages_name_the_same_strategies():
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_page_says_what_it_saves_and_costs_and_which_keys_it_stands_for(name: str):
     strategy = STRATEGIES[name]
-    assert strategy.says
+    assert strategy.summary
     assert strategy.saves
     assert strategy.costs
     recipe = load_recipe("dpo/qwen3-0.6b-lora").recipe

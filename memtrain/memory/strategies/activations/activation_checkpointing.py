@@ -34,7 +34,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 STRATEGY = Strategy(
     name="activation_checkpointing",
     axis="checkpointing",
-    says="every layer keeps only its input and recomputes the rest",
+    summary="every layer keeps only its input and recomputes the rest",
     saves="all activations of a layer but one tensor",
     costs="one more forward pass: 20-33 % of a step",
     measured=ON_A_CPU,

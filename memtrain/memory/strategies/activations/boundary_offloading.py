@@ -57,7 +57,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="boundary_offloading",
     axis="offloading",
-    says="inputs of checkpointed layers are offloaded to CPU",
+    summary="inputs of checkpointed layers are offloaded to CPU",
     saves="one tensor of every checkpointed layer",
     costs="two copies over PCIe for each layer; pinned host memory",
     measured=f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",

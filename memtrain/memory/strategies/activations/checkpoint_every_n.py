@@ -41,7 +41,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 STRATEGY = Strategy(
     name="checkpoint_every_n",
     axis="checkpointing",
-    says="every n-th layer is checkpointed",
+    summary="every n-th layer is checkpointed",
     saves="all activations but one tensor of every n-th layer",
     costs="the forward pass of every n-th layer again",
     measured=ON_A_CPU,

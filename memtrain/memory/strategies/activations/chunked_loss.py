@@ -30,7 +30,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 STRATEGY = Strategy(
     name="chunked_loss",
     axis="loss",
-    says="LM head and loss in chunks; the logits are never whole in memory",
+    summary="LM head and loss in chunks; the logits are never whole in memory",
     saves="12-16 bytes for every token and word of the vocabulary",
     costs="one more product with a head that is trained in half precision",
     measured=ON_A_CPU,

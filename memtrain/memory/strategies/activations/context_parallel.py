@@ -27,7 +27,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="context_parallel",
     axis="context",
-    says="several processes share each row, a slice each; no document sees another",
+    summary="several processes share each row, a slice each; no document sees another",
     saves="activations, by the number of processes",
     costs="keys and values are gathered in every layer",
     measured="[context parallelism, measured](context-parallel.md#measured)",

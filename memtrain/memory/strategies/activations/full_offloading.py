@@ -43,7 +43,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 STRATEGY = Strategy(
     name="full_offloading",
     axis="offloading",
-    says="all activations of the layers are offloaded to CPU",
+    summary="all activations of the layers are offloaded to CPU",
     saves="all activations but the current layers'",
     costs="every activation is copied over PCIe twice; pinned host memory",
     measured=f"{ON_A_CPU}, where the copies stay on the host; their time {ON_A_GPU}",

@@ -33,7 +33,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="liger_loss",
     axis="loss",
-    says="LM head and cross-entropy in Liger's fused kernel",
+    summary="LM head and cross-entropy in Liger's fused kernel",
     saves="the logits",
     costs="the head's gradient is summed in half precision",
     measured=ON_A_GPU,

@@ -55,7 +55,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="streamed_layers",
     axis="checkpointing",
-    says="each layer processes a row in slices, and keeps only its input",
+    summary="each layer processes a row in slices, and keeps only its input",
     saves="activations of a layer while it is recomputed, but for one slice",
     costs="as checkpointing, and queries, keys and values once more",
     measured="[streamed layers, measured](streamed-layers.md#measured)",

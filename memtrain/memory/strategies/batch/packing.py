@@ -28,7 +28,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="packing",
     axis="sequences",
-    says="several rows fill one sequence, and none attends to another",
+    summary="several rows fill one sequence, and none attends to another",
     saves="padding, and sequences that are half empty",
     costs="a step is counted in packed sequences",
     measured="[packing](benchmarks.md#packing)",

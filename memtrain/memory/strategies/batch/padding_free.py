@@ -23,7 +23,7 @@ def wish(recipe: Recipe) -> StrategyRequest:
 STRATEGY = Strategy(
     name="padding_free",
     axis="rows",
-    says="rows of a micro-batch are concatenated, and none attends to another",
+    summary="rows of a micro-batch are concatenated, and none attends to another",
     saves="all activations of padding",
     costs="nothing",
     measured=ON_A_CPU,

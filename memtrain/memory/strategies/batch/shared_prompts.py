@@ -40,7 +40,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="shared_prompts",
     axis="prompts",
-    says="a prompt is computed once for all its answers",
+    summary="a prompt is computed once for all its answers",
     saves="the activations and the work of each repeated prompt",
     costs="nothing",
     measured="[pairs](preference.md#the-prompt-once), [groups](online.md#the-groups-prompt-once)",

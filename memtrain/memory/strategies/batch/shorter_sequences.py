@@ -21,7 +21,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="shorter_sequences",
     axis="length",
-    says="rows are cut at a lower max_length",
+    summary="rows are cut at a lower max_length",
     saves="activations, in proportion",
     costs="cut tokens are not trained on",
     measured="losses and costs of each length: [choosing `max_length`](inspect-lengths.md)",

@@ -36,7 +36,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="smaller_micro_batch",
     axis="micro-batch",
-    says="a step's rows pass through the model a few at a time",
+    summary="a step's rows pass through the model a few at a time",
     saves="activations, in proportion",
     costs="more launches, smaller products",
     measured=ON_A_CPU,

@@ -14,7 +14,7 @@ from memtrain.memory.strategies.optimizer.base import other_optimizer
 
 STRATEGY = other_optimizer(
     "adafactor",
-    says="second moments as a row and a column for each matrix",
+    summary="second moments as a row and a column for each matrix",
     saves="nearly all optimizer states",
     costs="another optimizer, with another result",
     measured=ON_A_CPU,

@@ -15,7 +15,7 @@ from memtrain.memory.strategies.optimizer.base import other_optimizer, without_b
 
 STRATEGY = other_optimizer(
     "adamw_8bit",
-    says="optimizer states in 8 bits with a scale for each block",
+    summary="optimizer states in 8 bits with a scale for each block",
     saves="half of bfloat16 moments, three quarters of float32 ones",
     costs="optimizer states are rounded to 256 levels",
     measured=ON_A_GPU,

@@ -43,7 +43,7 @@ def without_bitsandbytes(case: StrategyContext) -> str | None:
 def other_optimizer(
     kind: str,
     *,
-    says: str,
+    summary: str,
     saves: str,
     costs: str,
     measured: str,
@@ -64,7 +64,7 @@ def other_optimizer(
     return Strategy(
         name=kind,
         axis="optimizer",
-        says=says,
+        summary=summary,
         saves=saves,
         costs=costs,
         measured=measured,

@@ -38,7 +38,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="compressed_moments",
     axis="moments",
-    says="AdamW's moments in 8 bits between steps",
+    summary="AdamW's moments in 8 bits between steps",
     saves="5.75 bytes for each trained weight",
     costs="optimizer states are rounded to 255 levels, with a scale for each 32",
     measured="its losses: [what bfloat16 training learns](precision.md)",

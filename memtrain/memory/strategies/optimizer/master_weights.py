@@ -37,7 +37,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="master_weights",
     axis="precision",
-    says="float32 copies of half-precision weights receive the updates",
+    summary="float32 copies of half-precision weights receive the updates",
     saves="nothing: the price of float32 results in bfloat16",
     costs="8 bytes for each trained weight, optimizer states included",
     measured=ON_A_CPU,

@@ -30,7 +30,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="optimizer_in_backward",
     axis="backward",
-    says="weights are stepped as soon as their gradients are computed",
+    summary="weights are stepped as soon as their gradients are computed",
     saves="gradients of all weights but a few",
     costs="a step that runs out of memory cannot be repeated",
     measured=ON_A_CPU,

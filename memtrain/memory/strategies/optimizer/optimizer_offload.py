@@ -36,7 +36,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="optimizer_offload",
     axis="states",
-    says="optimizer states and float32 copies offloaded to CPU, and copied to the device for the step",
+    summary="optimizer states and float32 copies offloaded to CPU, and copied to the device for the step",
     saves="two numbers for each trained weight, and its float32 copy",
     costs="the states are copied over PCIe twice a step; host memory",
     measured=ON_A_GPU,

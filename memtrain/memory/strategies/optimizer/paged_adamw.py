@@ -14,7 +14,7 @@ from memtrain.memory.strategies.optimizer.base import other_optimizer, without_b
 
 STRATEGY = other_optimizer(
     "paged_adamw",
-    says="optimizer states in memory that the driver moves to the host",
+    summary="optimizer states in memory that the driver moves to the host",
     saves="the optimizer states, under memory pressure",
     costs="page faults in the step; float32 moments on the host",
     measured=ON_A_GPU,

@@ -14,7 +14,7 @@ from memtrain.memory.strategies.optimizer.base import other_optimizer, without_b
 
 STRATEGY = other_optimizer(
     "paged_adamw_8bit",
-    says="8-bit optimizer states in memory that the driver moves to the host",
+    summary="8-bit optimizer states in memory that the driver moves to the host",
     saves="the optimizer states, under memory pressure",
     costs="optimizer states are rounded to 256 levels; page faults in the step",
     measured=ON_A_GPU,

@@ -33,7 +33,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 STRATEGY = Strategy(
     name="split_copies",
     axis="copies",
-    says="only those bits of float32 copies are kept that the bfloat16 weights lack",
+    summary="only those bits of float32 copies are kept that the bfloat16 weights lack",
     saves="2 bytes for each trained weight",
     costs="float32 numbers are assembled in every step",
     measured="its losses: [what bfloat16 training learns](precision.md)",

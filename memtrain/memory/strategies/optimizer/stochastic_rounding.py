@@ -32,7 +32,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 STRATEGY = Strategy(
     name="stochastic_rounding",
     axis="copies",
-    says="weights without float32 copies, rounded up or down at random",
+    summary="weights without float32 copies, rounded up or down at random",
     saves="4 bytes for each trained weight",
     costs="noise in every step, right on average",
     measured="its losses: [what bfloat16 training learns](precision.md)",

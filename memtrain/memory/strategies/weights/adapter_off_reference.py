@@ -24,7 +24,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="adapter_off_reference",
     axis="reference",
-    says="the policy with its adapter switched off is the reference",
+    summary="the policy with its adapter switched off is the reference",
     saves="a second copy of the weights",
     costs="one more forward pass in every step",
     measured=ON_A_CPU,

@@ -38,7 +38,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 STRATEGY = Strategy(
     name="lora",
     axis="adapter",
-    says="the weights are frozen; low-rank matrices beside them are trained",
+    summary="the weights are frozen; low-rank matrices beside them are trained",
     saves="gradients and optimizer states of all weights",
     costs="less capacity than training every weight",
     measured=ON_A_CPU,

@@ -40,7 +40,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="precomputed_reference",
     axis="reference",
-    says="the reference's log-probs in one pass before training",
+    summary="the reference's log-probs in one pass before training",
     saves="a second copy of the weights, and its forward passes",
     costs="one forward pass over the data first",
     measured=ON_A_CPU,

@@ -40,7 +40,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
 STRATEGY = Strategy(
     name="pure_bfloat16",
     axis="precision",
-    says="weights and optimizer states in bfloat16 only",
+    summary="weights and optimizer states in bfloat16 only",
     saves="8 bytes for each trained weight",
     costs="most updates at usual learning rates are lost to rounding",
     measured=ON_A_CPU,

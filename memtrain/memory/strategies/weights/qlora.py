@@ -48,7 +48,7 @@ def refusal(case: StrategyContext) -> str | None:
 STRATEGY = Strategy(
     name="qlora",
     axis="adapter",
-    says="frozen weights in 4 bits; low-rank matrices beside them are trained",
+    summary="frozen weights in 4 bits; low-rank matrices beside them are trained",
     saves="three quarters of the weights; gradients and optimizer states of all weights",
     costs="weights are rounded, and dequantized for every product",
     measured=ON_A_GPU,

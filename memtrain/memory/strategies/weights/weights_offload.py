@@ -43,7 +43,7 @@ def _steps_elsewhere(settings: Settings) -> bool:
 STRATEGY = Strategy(
     name="weights_offload",
     axis="weights",
-    says="the layers' weights live on CPU, and travel to the device for their layer's turn",
+    summary="the layers' weights live on CPU, and travel to the device for their layer's turn",
     saves="the weights of all layers but two; where they are trained, their gradients and states too",
     costs="each layer crosses the bus twice a micro-batch; host memory; the optimizer steps on CPU",
     measured=ON_A_GPU,

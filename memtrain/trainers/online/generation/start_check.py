@@ -65,7 +65,7 @@ class StartCheck:
             fault = self._fault(make(form), groups)
             if not fault:
                 if faults:
-                    self.emit(f"{form.says}, which is slower: {'; '.join(faults)}")
+                    self.emit(f"{form.summary}, which is slower: {'; '.join(faults)}")
                 return form
             faults.append(f"{form.name} {fault}")
         others = {"native": "transformers or vllm", "transformers": "vllm"}

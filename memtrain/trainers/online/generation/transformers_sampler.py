@@ -33,7 +33,7 @@ class Form:
     """A way to call `generate`."""
 
     name: str
-    says: str
+    summary: str
     pads: bool = False
     """Prompts of unlike lengths are written together."""
     caches: bool = False
