@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import trl
+from trl.experimental.gkd import GKDConfig
 from trl.experimental.kto import KTOConfig
 from trl.scripts.utils import DatasetMixtureConfig
 
@@ -23,6 +24,7 @@ CONFIGS: dict[str, type] = {
     "reward": trl.RewardConfig,
     "grpo": trl.GRPOConfig,
     "rloo": trl.RLOOConfig,
+    "distill": GKDConfig,
 }
 BESIDE = (trl.ModelConfig, trl.ScriptArguments, DatasetMixtureConfig)
 

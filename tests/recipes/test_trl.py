@@ -25,15 +25,17 @@ WHOLE = {
     "model_name_or_path": "Qwen/Qwen3-0.6B",
     "dataset_name": "some/rows",
     "reward_funcs": ["my.rewards.good"],
+    "teacher_model_name_or_path": "Qwen/Qwen3-4B",
 }
-"""What a configuration must say at least; the rewards are read for the online methods alone."""
+"""What a configuration must say at least."""
+
+READ_BY = {"reward_funcs": ("grpo", "rloo"), "teacher_model_name_or_path": ("distill",)}
+"""Keys of it that some methods alone read."""
 
 
 def recipe_of(method: str, processes: int = 1, **config: object):
     """The validated recipe of a configuration."""
-    needs = {
-        key: value for key, value in WHOLE.items() if key != "reward_funcs" or method in ("grpo", "rloo")
-    }
+    needs = {key: value for key, value in WHOLE.items() if method in READ_BY.get(key, (method,))}
     from memtrain.recipes.trl.writing import recipe_text
 
     made = translate(needs | config, method, processes)
@@ -165,6 +167,33 @@ def test_a_server_keeps_its_address():
     assert recipe.generate.vllm.server == "http://localhost:9000"
 
 
+def test_gkd_is_distillation_at_trls_own_temperatures():
+    """TRL's `temperature` is of the sampling: its trainer calls the loss without it, at 1."""
+    recipe, made = recipe_of("distill", beta=0.0, lmbda=0.25, temperature=0.7, max_new_tokens=64)
+    assert recipe.distill is not None
+    assert recipe.generate is not None
+    taken = recipe.distill
+    assert (taken.teacher, taken.beta, taken.on_policy_fraction) == ("Qwen/Qwen3-4B", 0.0, 0.25)
+    assert (taken.temperature, recipe.generate.temperature, recipe.generate.max_tokens) == (1.0, 0.7, 64)
+    assert (recipe.data.last_turn_only_loss, recipe.length.truncation) == (True, "keep_end")
+    assert not made.lost
+    assert any("distill.temperature" in note for note in made.notes)
+
+
+def test_what_gkd_takes_where_nothing_is_written_is_written():
+    recipe, _ = recipe_of("distill")
+    assert recipe.distill is not None
+    assert recipe.generate is not None
+    assert (recipe.distill.beta, recipe.distill.on_policy_fraction) == (0.5, 0.5)
+    assert (recipe.generate.temperature, recipe.generate.max_tokens) == (0.9, 128)
+
+
+def test_gkd_without_completions_has_no_keys_for_them():
+    recipe, made = recipe_of("distill", lmbda=0.0, temperature=0.7)
+    assert recipe.generate is None
+    assert lost(made) == {"temperature"}
+
+
 def test_an_adapter_of_pairs_has_no_dropout_as_trl_switches_it_off():
     assert recipe_of("sft", use_peft=True)[0].model.adapter.dropout == 0.05
     assert recipe_of("dpo", use_peft=True)[0].model.adapter.dropout == 0.0
@@ -186,6 +215,13 @@ def test_an_adapter_of_pairs_has_no_dropout_as_trl_switches_it_off():
         ("grpo", {"vllm_mode": "server"}, {"vllm_mode"}),
         ("grpo", {"reward_funcs": ["accuracy_reward"]}, {"reward_funcs"}),
         ("kto", {"loss_weights": [1.0]}, {"loss_weights"}),
+        ("sft", {"lmbda": 0.5}, {"lmbda"}),
+        ("distill", {"seq_kd": True, "packing": True}, {"seq_kd", "packing"}),
+        (
+            "distill",
+            {"teacher_model_init_kwargs": {"dtype": "float16", "revision": "a"}},
+            {"teacher_model_init_kwargs"},
+        ),
     ],
 )
 def test_what_has_no_counterpart_is_told(method: str, config: dict[str, object], told: set[str]):

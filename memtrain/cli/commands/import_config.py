@@ -23,7 +23,7 @@ Config = Annotated[
 Method = Annotated[
     str | None,
     typer.Option(
-        "--method", "-m", help="sft, dpo, kto, reward, grpo or rloo, where the file does not say it."
+        "--method", "-m", help="sft, dpo, kto, reward, grpo, rloo or distill, where the file does not say it."
     ),
 ]
 Output = Annotated[
@@ -55,7 +55,9 @@ def import_trl(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="A YAML file as `trl sft --config` takes it.")
     ],
-    method: Annotated[str, typer.Option("--method", "-m", help="sft, dpo, kto, reward, grpo or rloo.")],
+    method: Annotated[
+        str, typer.Option("--method", "-m", help="sft, dpo, kto, reward, grpo, rloo or distill.")
+    ],
     output: Output = None,
     processes: Processes = None,
     force: Force = False,

@@ -38,6 +38,7 @@ _PROGRAMS = {
     "axolotl": "axolotl",
 }
 _METHOD_SIGNS = {
+    "distill": ("teacher_model_name_or_path", "lmbda", "seq_kd"),
     "grpo": ("num_generations", "reward_funcs", "max_completion_length", "steps_per_generation"),
     "kto": ("desirable_weight", "undesirable_weight"),
     "dpo": ("precompute_ref_log_probs", "ref_model_sync_steps", "rpo_alpha", "max_prompt_length", "beta"),
@@ -80,6 +81,8 @@ def guess_method(config: Mapping[str, Any], words: Sequence[str], name: str) -> 
         for part in re.split(r"[^a-z]+", stem):
             if part in IMPORTED:
                 return part
+            if part == "gkd":
+                return "distill"
         if "reward_modeling" in stem or stem == "rm":
             return "reward"
     stem = re.split(r"[^a-z]+", PurePath(name).stem.lower())

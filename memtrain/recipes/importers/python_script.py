@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from memtrain.errors import RecipeError
@@ -58,6 +58,8 @@ class Call:
     owner: str
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
     positional: tuple[Any, ...] = ()
+    result: str = ""
+    """Variable that the result goes to, where it is one."""
 
 
 def calls_of(text: str, name: str) -> list[Call]:
@@ -79,13 +81,16 @@ def calls_of(text: str, name: str) -> list[Call]:
         ) from None
     known: dict[str, Any] = {}
     found: list[Call] = []
+    results: dict[ast.expr, str] = {}
     for node in _in_order(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             _assign(node, known)
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            results[node.value] = ast.unparse(target)
         elif isinstance(node, ast.Call):
             call = _call(node, known)
             if call is not None:
-                found.append(call)
+                found.append(replace(call, result=results.get(node, "")))
     return found
 
 

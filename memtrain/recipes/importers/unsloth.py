@@ -77,6 +77,7 @@ CONFIGS = {
     "RewardConfig": "reward",
     "GRPOConfig": "grpo",
     "RLOOConfig": "rloo",
+    "GKDConfig": "distill",
     "ORPOConfig": "dpo",
     "CPOConfig": "dpo",
 }
@@ -102,7 +103,13 @@ def script_config(text: str, name: str) -> tuple[dict[str, Any], str, bool]:
     calls = calls_of(text, name)
     config: dict[str, Any] = {}
     method = ""
+    teacher = next(
+        (call.arguments["teacher_model"] for call in calls if "teacher_model" in call.arguments), ""
+    )
     for call in calls:
+        if call.name == _LOAD and call.result and call.result == teacher:
+            config |= _teacher(call)
+            continue
         config |= _arguments(call)
         method = CONFIGS.get(call.name, TRAINERS.get(call.name, method)) or method
     if not method and not any(
@@ -139,11 +146,23 @@ def _arguments(call: Call) -> dict[str, Any]:
     if call.name in CONFIGS or call.name in ("TrainingArguments", "UnslothTrainingArguments"):
         return given
     if call.name in TRAINERS or call.name == "UnslothTrainer":
-        return {key: value for key, value in given.items() if key in _TRAINER_KEYS}
+        taken = {key: value for key, value in given.items() if key in _TRAINER_KEYS}
+        if isinstance(given.get("teacher_model"), str) and not isinstance(given["teacher_model"], Computed):
+            taken["teacher_model_name_or_path"] = given["teacher_model"]
+        return taken
     if call.name == "load_dataset" and call.positional:
         words = {f"{_DATASET}.{key}": given[key] for key in ("name", "split", "data_files") if key in given}
         return {"load_dataset": call.positional[0]} | words
     return {}
+
+
+def _teacher(call: Call) -> dict[str, Any]:
+    """The teacher's path and arguments; it is loaded by a call like the student's."""
+    more = {key: value for key, value in call.arguments.items() if value is not None}
+    path = call.positional[0] if call.positional else more.pop("pretrained_model_name_or_path", None)
+    more.pop("device_map", None)
+    found: dict[str, Any] = {} if path is None else {"teacher_model_name_or_path": path}
+    return found | ({"teacher_model_init_kwargs": more} if more else {})
 
 
 _DATASET = "load_dataset"

@@ -10,7 +10,7 @@ from memtrain.recipes.sections.optim import OptimizerKind
 from memtrain.recipes.trl.sampling import ONLINE, sampling
 from memtrain.recipes.trl.translation import Translation
 
-_NO_DROPOUT = ("dpo", "kto", "reward")
+_NO_DROPOUT = ("dpo", "kto", "reward", "distill")
 
 
 def batch(made: Translation) -> None:
@@ -215,7 +215,9 @@ def _source(made: Translation, one: Mapping[str, Any]) -> dict[str, object]:
 
 def lengths(made: Translation) -> None:
     """Packing, and the order of the rows."""
-    if made.config.get("packing"):
+    if made.config.get("packing") and made.method == "distill":
+        made.lose("packing", "TRL's GKD packs no rows")
+    elif made.config.get("packing"):
         made.set("length.packing", made.get("packing_strategy", "bfd"))
     if made.method in ONLINE:
         made.set("length.max_length", None, comment="TRL cuts no prompt")
@@ -298,6 +300,9 @@ def losses(made: Translation) -> None:
         made.lose("loss_type", "reward has no use for it")
     elif made.method == "rloo":
         made.lose("loss_type", "rloo has no use for it")
+    elif made.method == "distill":
+        if kind not in ("nll", "chunked_nll"):
+            made.lose("loss_type", "the loss of distillation is a divergence (`distill.beta`)")
     else:
         made.set(f"{made.method}.loss", "nll" if kind == "chunked_nll" else kind)
 

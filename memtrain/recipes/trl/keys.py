@@ -1,4 +1,4 @@
-"""Every key of TRL 1.16's configurations (SFT, DPO, KTO, reward, GRPO, RLOO, model, data), with its rule."""
+"""Every key of TRL 1.16's configurations (of its methods, the model, the data), with its rule."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ TRAINING: dict[str, Rule] = {
     "auto_find_batch_size": Automatic("the plan finds it before the run; see also `memory.oom_recovery`"),
     "num_train_epochs": ReadTogether(),
     "max_steps": ReadTogether(),
-    "learning_rate": RecipeKey("optim.lr", {"*": 1e-6, "sft": 2e-5, "reward": 1e-4}),
+    "learning_rate": RecipeKey("optim.lr", {"*": 1e-6, "sft": 2e-5, "reward": 1e-4, "distill": 2e-5}),
     "lr_scheduler_type": ReadTogether(),
     "lr_scheduler_kwargs": ReadTogether(),
     "warmup_steps": ReadTogether(),
@@ -262,7 +262,7 @@ ONLINE: dict[str, Rule] = {
     "max_completion_length": RecipeKey("generate.max_tokens", {"grpo": 512, "rloo": 512}),
     "generation_batch_size": ReadTogether(),
     "steps_per_generation": ReadTogether(),
-    "temperature": RecipeKey("generate.temperature"),
+    "temperature": RecipeKey("generate.temperature", {"distill": 0.9}),
     "top_p": RecipeKey("generate.top_p"),
     "top_k": RecipeKey("generate.top_k", values={0: None}),
     "min_p": RecipeKey("generate.min_p", values={None: 0.0}),
@@ -309,6 +309,15 @@ ONLINE: dict[str, Rule] = {
 }
 """Keys of GRPO and RLOO."""
 
+DISTILLATION: dict[str, Rule] = {
+    "teacher_model_name_or_path": RecipeKey("distill.teacher"),
+    "teacher_model_init_kwargs": ReadTogether(),
+    "lmbda": RecipeKey("distill.on_policy_fraction", {"distill": 0.5}),
+    "max_new_tokens": RecipeKey("generate.max_tokens", {"distill": 128}),
+    "seq_kd": Unmapped("the teacher's own completions: write them once, and train on them by `memtrain sft`"),
+}
+"""Keys of GKD, which is `memtrain distill`."""
+
 VLLM: dict[str, Rule] = {
     "use_vllm": ReadTogether(),
     "vllm_mode": ReadTogether(),
@@ -351,5 +360,7 @@ OLD: dict[str, Rule] = {
 }
 """Keys of earlier versions."""
 
-KEYS: dict[str, Rule] = OLD | MODEL | DATA | TRAINING | RUN | DEVICES | PREFERENCES | ONLINE | VLLM
+KEYS: dict[str, Rule] = (
+    OLD | MODEL | DATA | TRAINING | RUN | DEVICES | PREFERENCES | ONLINE | DISTILLATION | VLLM
+)
 """Every key by its name."""

@@ -35,6 +35,9 @@ What works differently:
 - **Pairs.** A prompt is computed once for its answers (`length.shared_prompts`).
 - **GRPO, RLOO.** A step is counted in completions: `train.batch_size` divided by
   `generate.num_generations` is its number of prompts.
+- **GKD** is `--method distill`. Its `beta` means the same here (0: forward KL, 1: reverse KL). Its
+  `temperature` is that of the completions alone; `distill.temperature` is that of the loss, which TRL takes
+  at 1. A share `lmbda` of the optimizer steps, and not of the micro-batches, learns from completions.
 - **Resuming** needs no flag: the same command goes on, bit for bit.
 """
 
@@ -46,6 +49,7 @@ _GROUPS: tuple[tuple[str, Mapping[str, Rule]], ...] = (
     ("Devices", keys.DEVICES),
     ("DPO, KTO, reward models", keys.PREFERENCES),
     ("GRPO, RLOO", keys.ONLINE),
+    ("GKD (`memtrain distill`)", keys.DISTILLATION),
     ("Sampling by vLLM", keys.VLLM),
     ("Keys of earlier versions", keys.OLD),
 )
@@ -96,6 +100,7 @@ _TOGETHER: Mapping[str, str] = {
         "`grpo.steps_per_rollout`, `rloo.steps_per_rollout`",
     ),
     "max_prompt_length": "`length.max_prompt`",
+    "teacher_model_init_kwargs": "`distill.teacher_dtype`, `distill.teacher_revision`; the rest is listed",
     "use_vllm": "`generate.backend: vllm`",
     **dict.fromkeys(
         ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port"),

@@ -9,12 +9,13 @@ from typing import Any
 from memtrain.recipes.reading.field_types import field_types, section_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.trl import groups
+from memtrain.recipes.trl.distillation import distillation
 from memtrain.recipes.trl.keys import KEYS
 from memtrain.recipes.trl.rules import RecipeKey, Unmapped
 from memtrain.recipes.trl.translation import TRLS_DEFAULT, Translation
 
-IMPORTED: tuple[str, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
-"""Methods whose configurations are read: all of TRL 1.16's command line."""
+IMPORTED: tuple[str, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distill")
+"""Methods whose configurations are read: all of TRL 1.16's command line, and its GKD."""
 
 
 def translate(
@@ -45,6 +46,7 @@ def translate(
             near = difflib.get_close_matches(key, KEYS, n=1)
             asks = f"; did you mean {near[0]}?" if near else ""
             made.lose(key, f"not a known key of TRL 1.16{asks}")
+    distillation(made)
     return made
 
 

@@ -125,6 +125,31 @@ def test_a_script_is_read_and_never_run(tmp_path: Path):
     assert made.notes[0].startswith("run_name: make_name() is not carried over")
 
 
+STUDENT = 'model = AutoModelForCausalLM.from_pretrained("a/student")\n'
+TEACHER = 'big = AutoModelForCausalLM.from_pretrained("a/teacher", dtype=torch.bfloat16, device_map="auto")\n'
+GKD = """
+rows = load_dataset("some/rows")
+trainer = GKDTrainer(model=model, teacher_model={}, args=GKDConfig(lmbda=1.0, beta=1.0), train_dataset=rows)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        (TEACHER + STUDENT + GKD.format("big"), "bfloat16"),
+        (STUDENT + TEACHER + GKD.format("big"), "bfloat16"),
+        (STUDENT + GKD.format('"a/teacher"'), "auto"),
+    ],
+)
+def test_a_teacher_is_not_taken_for_the_student(text: str, dtype: str, tmp_path: Path):
+    recipe, made = of_file(tmp_path, "train.py", text)
+    assert recipe.distill is not None
+    assert (recipe.method, recipe.model.path, recipe.distill.teacher) == ("distill", "a/student", "a/teacher")
+    assert (recipe.distill.teacher_dtype, recipe.distill.beta) == (dtype, 1.0)
+    assert recipe.distill.on_policy_fraction == 1.0
+    assert "not carried over" not in made.text
+
+
 def test_a_command_of_verl_says_the_same():
     recipe, made = imported(VERL)
     assert (made.tool.name, recipe.method, recipe.cluster.engine) == ("verl", "grpo", "fsdp2")
