@@ -200,12 +200,34 @@ def test_an_adapter_of_pairs_has_no_dropout_as_trl_switches_it_off():
     assert recipe_of("dpo", use_peft=True, disable_dropout=False)[0].model.adapter.dropout == 0.05
 
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "taken", "stacks"),
+    [
+        (["q_proj"], ("q_proj",), tuple(EXPERTS)),
+        (None, ("q_proj", "v_proj"), tuple(EXPERTS)),
+        ("all-linear", ("all-linear",), ()),
+    ],
+)
+def test_experts_get_the_adapters_that_are_named(modules: object, taken: tuple, stacks: tuple):
+    recipe, made = recipe_of(
+        "sft", use_peft=True, lora_target_modules=modules, lora_target_parameters=EXPERTS
+    )
+    assert recipe.model.adapter is not None
+    assert recipe.model.adapter.target_modules == taken
+    assert recipe.model.adapter.target_parameters == stacks
+    assert lost(made) == (set() if stacks else {"lora_target_parameters"})
+
+
 @pytest.mark.parametrize(
     ("method", "config", "told"),
     [
         ("sft", {"torch_compile": True}, {"torch_compile"}),
         ("sft", {"push_to_hub": True, "hub_model_id": "a/b"}, {"push_to_hub", "hub_model_id"}),
         ("sft", {"lora_r": 8}, {"lora_r"}),
+        ("sft", {"lora_target_parameters": EXPERTS}, {"lora_target_parameters"}),
         ("sft", {"beta": 0.1, "desirable_weight": 2.0}, {"beta", "desirable_weight"}),
         ("sft", {"optim": "galore_adamw"}, {"optim"}),
         ("sft", {"lr_scheduler_type": "polynomial"}, {"lr_scheduler_type"}),

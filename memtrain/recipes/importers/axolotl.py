@@ -132,6 +132,11 @@ def _adapter(reading: ToolReading) -> None:
         reading.set_trl("lora_target_modules", "all-linear", "lora_target_linear")
     elif modules:
         reading.set_trl("lora_target_modules", modules, "lora_target_modules")
+    elif reading.get("lora_target_parameters"):
+        reading.set_trl("lora_target_modules", [], "lora_target_modules")
+    quantizes = reading.trl.get("load_in_4bit") is True or reading.trl.get("load_in_8bit") is True
+    if quantizes and reading.get("quantize_moe_experts") is False:
+        reading.lose("quantize_moe_experts", "`model.quantize` packs stacked experts too")
 
 
 def _rows(reading: ToolReading) -> None:

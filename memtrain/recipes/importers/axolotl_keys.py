@@ -138,9 +138,7 @@ MODEL: dict[str, ToolRule] = {
     **dict.fromkeys(
         ("processor_type", "processor_kwargs", "image_*", "role_boundaries", "freeze_mm_modules"), _IMAGES
     ),
-    **dict.fromkeys(
-        ("quantize_moe_experts", "model_quantization_config*", "qat", "quantization", "gptq"), _EXOTIC
-    ),
+    **dict.fromkeys(("model_quantization_config*", "qat", "quantization", "gptq"), _EXOTIC),
 }
 """Keys about the model and how it computes."""
 
@@ -158,6 +156,7 @@ ADAPTER: dict[str, ToolRule] = {
     "peft_use_rslora": TrlKey("use_rslora"),
     "lora_model_dir": Unmapped("an adapter that is trained on: merge it into its base model first"),
     "lora_target_parameters": TrlKey("lora_target_parameters"),
+    "quantize_moe_experts": ReadTogether(),
     "unfrozen_parameters": Unmapped(
         "some weights trained, others frozen: `model.adapter.modules_to_save` is nearest"
     ),

@@ -137,7 +137,7 @@ def adapter(made: Translation) -> None:
         made.set("model.quantize", "4bit")
     elif made.config.get("load_in_8bit"):
         made.set("model.quantize", "8bit")
-    names = ("r", "alpha", "dropout", "target_modules", "modules_to_save")
+    names = ("r", "alpha", "dropout", "target_modules", "target_parameters", "modules_to_save")
     if not _adapted(made):
         for key in [f"lora_{name}" for name in names] + ["use_rslora", "use_dora"]:
             if key in made.config:
@@ -150,8 +150,29 @@ def adapter(made: Translation) -> None:
         made.set("model.adapter.dropout", 0.0, comment="TRL's disable_dropout")
     else:
         made.set("model.adapter.dropout", dropout, of=["lora_dropout"])
-    modules = made.config.get("lora_target_modules")
-    if modules is None:
+    _targets(made)
+    if made.config.get("lora_modules_to_save"):
+        made.set("model.adapter.modules_to_save", made.config["lora_modules_to_save"])
+    if made.config.get("use_rslora"):
+        made.set("model.adapter.rslora", True)
+    if made.config.get("use_dora"):
+        made.set("model.adapter.kind", "dora")
+
+
+def _targets(made: Translation) -> None:
+    """Modules that get an adapter, and stacked experts beside them."""
+    modules, stacks = made.config.get("lora_target_modules"), made.config.get("lora_target_parameters")
+    if stacks and modules in ("all-linear", ["all-linear"]):
+        made.lose(
+            "lora_target_parameters",
+            "all-linear stands for all experts here; to adapt these alone, name model.adapter.target_modules "
+            "([q_proj, k_proj, v_proj, o_proj]) and write them to model.adapter.target_parameters",
+        )
+    elif stacks:
+        made.set("model.adapter.target_parameters", stacks)
+    if modules is None and stacks:
+        made.set("model.adapter.target_modules", ["q_proj", "v_proj"], comment="PEFT's choice, often")
+    elif modules is None:
         made.notes.append(
             "lora_target_modules is not given: PEFT takes a few modules by architecture (q_proj and v_proj, "
             "often); here it is every linear layer. To train the same, name them in "
@@ -159,12 +180,6 @@ def adapter(made: Translation) -> None:
         )
     else:
         made.set("model.adapter.target_modules", modules)
-    if made.config.get("lora_modules_to_save"):
-        made.set("model.adapter.modules_to_save", made.config["lora_modules_to_save"])
-    if made.config.get("use_rslora"):
-        made.set("model.adapter.rslora", True)
-    if made.config.get("use_dora"):
-        made.set("model.adapter.kind", "dora")
 
 
 def data(made: Translation) -> None:

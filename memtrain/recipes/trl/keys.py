@@ -51,7 +51,7 @@ MODEL: dict[str, Rule] = {
     "use_rslora": ReadTogether(),
     "use_dora": ReadTogether(),
     "lora_task_type": Automatic("follows from the method"),
-    "lora_target_parameters": Unmapped("adapters on parameters that are no modules, such as fused experts"),
+    "lora_target_parameters": ReadTogether(),
     "load_in_8bit": ReadTogether(),
     "load_in_4bit": ReadTogether(),
     "bnb_4bit_quant_type": Unmapped("4-bit weights are always NF4", (None, "nf4")),

@@ -61,6 +61,7 @@ _TOGETHER: Mapping[str, str] = {
         ("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save"),
         "`model.adapter`",
     ),
+    "lora_target_parameters": "`model.adapter.target_parameters`, beside named `target_modules`",
     "use_rslora": "`model.adapter.rslora`",
     "use_dora": "`model.adapter.kind: dora`",
     "load_in_8bit": "`model.quantize: 8bit`",

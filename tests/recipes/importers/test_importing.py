@@ -102,6 +102,19 @@ def test_axolotl_says_the_same(tmp_path: Path):
     assert any("group_by_length" in line for line in made.notes)
 
 
+@pytest.mark.parametrize(("packs", "is_lost"), [("true", False), ("false", True)])
+def test_axolotls_experts_are_packed_and_adapted(packs: str, is_lost: bool, tmp_path: Path):
+    text = (
+        "base_model: Qwen/Qwen3-30B-A3B\ndatasets: [{path: some/rows}]\nadapter: qlora\nlora_dropout: 0\n"
+        f"lora_target_parameters: [mlp.experts.down_proj]\nquantize_moe_experts: {packs}\n"
+    )
+    recipe, made = of_file(tmp_path, "run.yml", text)
+    assert recipe.model.adapter is not None
+    assert (recipe.model.quantize, recipe.model.adapter.target_modules) == ("4bit", ())
+    assert recipe.model.adapter.target_parameters == ("mlp.experts.down_proj",)
+    assert ("quantize_moe_experts" in made.text) is is_lost
+
+
 def test_llamafactory_says_the_same(tmp_path: Path):
     recipe, made = of_file(tmp_path, "run.yaml", LLAMAFACTORY, processes=8)
     assert (made.tool.name, recipe.method, recipe.train.batch_size) == ("llamafactory", "dpo", 16)
