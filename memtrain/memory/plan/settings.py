@@ -23,12 +23,12 @@ Resumed = Literal[
     "generate.backend",
 ]
 """The meaning of another value for a run that goes on: the same numbers bit for bit; sums in another order;
-another run, told by the recipe's own key; a run of another length; or another run, told by the named key."""
+another run, named by its own recipe key; a run of another length; or another run, named by the key listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Facts about a setting that the rest of memtrain needs, said once where the setting stands."""
+    """Facts about a setting that the rest of memtrain needs, stated once where the setting stands."""
 
     resumed: Resumed
     not_of_kind: str = ""
@@ -143,9 +143,9 @@ class Settings(Section):
     group_by_length: Annotated[bool, Mark("recipe", "the order of the rows")]
 
     batch_size: Annotated[int | None, Mark("train.batch_size", "a size of the step")]
-    """Rows of one optimizer step over all ranks, or None when said in tokens."""
+    """Rows of one optimizer step over all ranks, or None when given in tokens."""
     batch_tokens: Annotated[int | None, Mark("train.batch_tokens", "a size of the step")]
-    """Tokens of one optimizer step over all ranks, or None when said in rows."""
+    """Tokens of one optimizer step over all ranks, or None when given in rows."""
     micro_batch_size: Annotated[int, Mark("sums", "a size of the micro-batch")]
     """Most rows of one micro-batch of one rank."""
     micro_tokens: Annotated[int | None, Mark("sums", "a size of the micro-batch")]

@@ -35,12 +35,12 @@ def decide_teacher(
     if section.kind == "model":
         _refuse_vocabulary(ledger, facts, path)
         _refuse_attention(ledger, facts, attention, path, dtype=dtype)
-    said = WHY[section.kind]
+    reason = WHY[section.kind]
     if section.kind == "model" and facts.teacher is not None:
         own, other = facts.shape.vocab_size, facts.teacher.shape.vocab_size
         columns = f"; the loss is over the {min(own, other):,} columns that both heads have"
-        said = f"{section.teacher}: {said}{columns if own != other else ''}"
-    ledger.decide("teacher", section.kind, said, f"{recipe.method}.top_k" if section.top_k else path)
+        reason = f"{section.teacher}: {reason}{columns if own != other else ''}"
+    ledger.decide("teacher", section.kind, reason, f"{recipe.method}.top_k" if section.top_k else path)
     return {"teacher": section.kind, "teacher_top_k": section.top_k or 0}
 
 

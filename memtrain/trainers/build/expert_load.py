@@ -1,4 +1,4 @@
-"""A method whose metrics tell how evenly the tokens of a step went to the experts of a mixture."""
+"""A method whose metrics show how evenly the tokens of a step went to the experts of a mixture."""
 
 from __future__ import annotations
 
@@ -45,15 +45,19 @@ class CountsExperts:
             return found
         mean_L = counts_LE.double().mean(1).clamp(min=1)
         largest = (counts_LE.amax(1) / mean_L).mean()
-        told = {LARGEST: largest, IDLE: (counts_LE == 0).double().mean(), NUM_PARTS: torch.ones_like(largest)}
-        return Loss(found.value, {**found.sums, **{name: one.float() for name, one in told.items()}})
+        metrics = {
+            LARGEST: largest,
+            IDLE: (counts_LE == 0).double().mean(),
+            NUM_PARTS: torch.ones_like(largest),
+        }
+        return Loss(found.value, {**found.sums, **{name: one.float() for name, one in metrics.items()}})
 
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Means of the method itself, and of the experts' load."""
         own = {name: value for name, value in sums.items() if name not in (LARGEST, IDLE, NUM_PARTS)}
-        told = means_of(self.inner, own, count)
+        metrics = means_of(self.inner, own, count)
         parts = sums.get(NUM_PARTS, 0.0)
-        return told | ({name: sums[name] / parts for name in (LARGEST, IDLE)} if parts else {})
+        return metrics | ({name: sums[name] / parts for name in (LARGEST, IDLE)} if parts else {})
 
 
 def with_expert_load(method: Method, scorer: nn.Module) -> Method:

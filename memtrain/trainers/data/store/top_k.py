@@ -34,7 +34,7 @@ _TYPES = {"U64": np.uint64, "I64": np.int64, "I32": np.int32, "F32": np.float32}
 
 @dataclass(frozen=True, slots=True)
 class TopKFacts:
-    """Facts of a file that a run must agree with, and what it says of the part that was cut off."""
+    """Facts of a file that a run must agree with, and the share of the part that was cut off."""
 
     teacher: str
     top_k: int
@@ -93,9 +93,9 @@ def _read(path: Path) -> tuple[TopKFacts, Mapping[str, NDArray[Any]]]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length)) if length < 1 << 20 else {}
-        said = json.loads(header.pop("__metadata__")["memtrain"])
-        version = said.pop("version")
-        facts = TopKFacts(**said)
+        metadata = json.loads(header.pop("__metadata__")["memtrain"])
+        version = metadata.pop("version")
+        facts = TopKFacts(**metadata)
         ends = [one["data_offsets"][1] for one in header.values()]
         if 8 + length + max(ends) != path.stat().st_size:
             raise damaged
@@ -184,8 +184,8 @@ class TopKWriter:
 
     def _header(self) -> bytes:
         """The header of the format, as long before the pass as after it."""
-        said = json.dumps({"version": VERSION, **asdict(self.facts)})
-        text = json.dumps({"__metadata__": {"memtrain": said}, **self._tensors}).encode()
+        metadata = json.dumps({"version": VERSION, **asdict(self.facts)})
+        text = json.dumps({"__metadata__": {"memtrain": metadata}, **self._tensors}).encode()
         length = -(-(len(text) + 96) // 256) * 256 if not hasattr(self, "_length") else self._length
         self._length = length
         return length.to_bytes(8, "little") + text.ljust(length)

@@ -77,10 +77,10 @@ def compare_vocabularies(
     differ |= {token for token, number in other.items() if mine.get(token) != number}
     first = min(differ, key=lambda token: min(mine.get(token, 1 << 40), other.get(token, 1 << 40)))
     both = (("student", mine), ("teacher", other))
-    said = [f"{whose} {found.get(first, 'nowhere')}" for whose, found in both]
+    places = [f"{whose} {found.get(first, 'nowhere')}" for whose, found in both]
     raise LaunchError(
         f"the tokenizer of the teacher {name} is another than the student's: {len(differ):,} of "
-        f"{len(mine):,} and {len(other):,} tokens differ, the first of them {first!r} ({', '.join(said)})",
+        f"{len(mine):,} and {len(other):,} tokens differ, the first of them {first!r} ({', '.join(places)})",
         place,
         FIX,
     )

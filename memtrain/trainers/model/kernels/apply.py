@@ -1,7 +1,7 @@
 """Modules of a transformers model that compute in few kernels from now on, where their code is known.
 
 A module is known by its code, not by its name: `memory/model_shape/families.py` names the families, and a
-version of transformers that computes otherwise is told before the first step.
+version of transformers that computes otherwise is refused before the first step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def rotate_half(x):
 def apply_kernels(model: PreTrainedModel, settings: Settings) -> None:
     """Let norms, rotary positions and gated products of `model` compute in few kernels, in place.
 
-    Nothing is done unless `settings.kernels` says so. Call it before adapters and checkpointing.
+    Nothing is done unless `settings.kernels` is `fused`. Call it before adapters and checkpointing.
 
     Raises: LaunchError where this version of transformers has other code for one of them.
     """
