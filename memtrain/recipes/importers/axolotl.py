@@ -161,8 +161,9 @@ def _rows(reading: ToolReading) -> None:
         reading.notes.append(f"sample_packing: {reading.method} lays its rows end to end by itself")
     if reading.get("shuffle_merged_datasets") is False:
         reading.set_recipe("train.shuffle", False)
-    for key in ("special_tokens", "tokens", "added_tokens_overrides", "eot_tokens"):
-        if reading.get(key) and key != "special_tokens":
+    _tokens(reading)
+    for key in ("added_tokens_overrides", "eot_tokens"):
+        if reading.get(key):
             reading.lose(key, "tokens of your own: add them to the tokenizer that `model.tokenizer` names")
     template = reading.get("chat_template_jinja")
     if template:
@@ -170,6 +171,20 @@ def _rows(reading: ToolReading) -> None:
     elif reading.get("chat_template") not in (None, "tokenizer_default", "jinja"):
         reading.lose(
             "chat_template", "the tokenizer's own template is taken; `model.chat_template` names a Jinja file"
+        )
+
+
+def _tokens(reading: ToolReading) -> None:
+    """Tokens that are added; padding is neither attended to nor in the loss, and its token says nothing."""
+    special = reading.get("special_tokens")
+    named: Mapping[str, Any] = cast(Mapping[str, Any], special) if isinstance(special, Mapping) else {}
+    added = [*_listed(reading.get("tokens")), *_listed(named.get("additional_special_tokens"))]
+    if added:
+        reading.add_tokens([str(token) for token in added])
+    others = [key for key in ("bos_token", "eos_token") if named.get(key)]
+    if others:
+        reading.lose(
+            "special_tokens", f"{', '.join(others)}: set them in the tokenizer that `model.tokenizer` names"
         )
 
 

@@ -126,14 +126,12 @@ KEYS: dict[str, ToolRule] = {
     ),
     **dict.fromkeys(
         (
-            "resize_vocab",
             "split_special_tokens",
-            "add_tokens",
-            "add_special_tokens",
             "new_special_tokens_config",
         ),
         _TOKENS,
     ),
+    **dict.fromkeys(("resize_vocab", "add_tokens", "add_special_tokens"), _TOGETHER),
     "init_special_tokens": _BESIDE,
     **dict.fromkeys(
         ("infer_*", "vllm_*", "sglang_*", "export_*", "offload_folder", "use_kv_cache", "*_hub_token"),
@@ -210,6 +208,7 @@ def read(reading: ToolReading) -> None:
     _precision(reading)
     _rows(reading)
     _losses(reading)
+    _tokens(reading)
     off = reading.on("disable_gradient_checkpointing")
     reading.set_trl("gradient_checkpointing", not off, "disable_gradient_checkpointing")
     if reading.on("use_unsloth_gc"):
@@ -244,6 +243,16 @@ def _adapter(reading: ToolReading) -> None:
             reading.set_trl("lora_modules_to_save", names, "additional_target")
     elif kind != "full":
         reading.lose("finetuning_type", "weights are trained all, or by LoRA")
+
+
+def _tokens(reading: ToolReading) -> None:
+    """Tokens that are added, in one text with commas between them."""
+    texts = [str(reading.get(key, "")) for key in ("add_tokens", "add_special_tokens")]
+    added = [token.strip() for text in texts for token in text.split(",") if token.strip()]
+    if added:
+        reading.add_tokens(added)
+    elif reading.on("resize_vocab"):
+        reading.lose("resize_vocab", "no tokens are named; `model.add_tokens` names them")
 
 
 def _precision(reading: ToolReading) -> None:

@@ -72,6 +72,16 @@ class ToolReading:
         value = self.config.get(key)
         self.lost.append(Lost(key, str(value) if isinstance(value, str) else value, why))
 
+    def add_tokens(self, tokens: list[str]) -> None:
+        """Set the tokens that the tokenizer lacks; beside an adapter the embeddings are trained."""
+        self.set_recipe("model.add_tokens", list(dict.fromkeys(tokens)))
+        if self.trl.get("use_peft") is True and "lora_modules_to_save" not in self.trl:
+            self.set_trl("lora_modules_to_save", ["embed_tokens", "lm_head"])
+        self.notes.append(
+            "model.add_tokens takes new tokens alone: remove what the tokenizer has already. Their "
+            "embeddings begin as the mean of all others"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:

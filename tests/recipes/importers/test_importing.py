@@ -115,6 +115,34 @@ def test_axolotls_experts_are_packed_and_adapted(packs: str, is_lost: bool, tmp_
     assert ("quantize_moe_experts" in made.text) is is_lost
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "run.yml",
+            "base_model: a/b\ndatasets: [{path: some/rows}]\nadapter: lora\ntokens: [<a>]\n"
+            "special_tokens: {pad_token: <pad>, additional_special_tokens: [<b>]}\n",
+        ),
+        (
+            "run.yaml",
+            "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ndataset: rows\ntemplate: llama3\n"
+            'resize_vocab: true\nadd_tokens: "<a>"\nadd_special_tokens: "<b>, <a>"\n',
+        ),
+    ],
+)
+def test_added_tokens_are_added_and_trained(name: str, text: str, tmp_path: Path):
+    recipe, made = of_file(tmp_path, name, text)
+    assert set(recipe.model.add_tokens) == {"<a>", "<b>"}
+    assert recipe.model.adapter is not None
+    assert recipe.model.adapter.modules_to_save == ("embed_tokens", "lm_head")
+    assert not any(line.startswith(("add_", "resize", "tokens", "special")) for line in made.notes)
+
+
+def test_another_end_token_of_axolotl_is_told(tmp_path: Path):
+    text = "base_model: a/b\ndatasets: [{path: some/rows}]\nspecial_tokens: {eos_token: <end>}\n"
+    assert "not carried over: special_tokens" in of_file(tmp_path, "run.yml", text)[1].text
+
+
 def test_llamafactory_says_the_same(tmp_path: Path):
     recipe, made = of_file(tmp_path, "run.yaml", LLAMAFACTORY, processes=8)
     assert (made.tool.name, recipe.method, recipe.train.batch_size) == ("llamafactory", "dpo", 16)
