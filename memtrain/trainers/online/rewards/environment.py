@@ -116,11 +116,11 @@ def replies(
 
 def failure(made: EnvironmentClass, error: Exception) -> DataError:
     """Words for an environment that failed."""
-    said = str(error) if isinstance(error, TookTooLong) else f"raised {type(error).__name__}: {error}"
+    reason = str(error) if isinstance(error, TookTooLong) else f"raised {type(error).__name__}: {error}"
     return DataError(
         [
             Fault(
-                f"{made.recipe.path}.step {said}",
+                f"{made.recipe.path}.step {reason}",
                 PLACE,
                 "fix it, or set rewards.on_error: zero or skip: the conversation then ends there",
             )
