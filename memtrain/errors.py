@@ -131,7 +131,7 @@ def sayable(text: str) -> str:
 
 
 MOST_WORDS = 2000
-"""Letters of another library's error that are told: a list of ten thousand weights is not read."""
+"""Letters of another library's error that are reported: a list of ten thousand weights is not read."""
 
 
 def words_of(error: BaseException) -> str:

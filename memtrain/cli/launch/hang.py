@@ -1,4 +1,4 @@
-"""Whether the ranks of a run still move: told when none does, and judged when they were asked to stop."""
+"""Whether the ranks of a run still move: reported when none does, and judged when they were asked to stop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOK_S = 0.5
 """Seconds between two looks at the ranks. Taste."""
 
 WARN_AFTER_S = 600.0
-"""Silence of all ranks that is told. Taste: more than a read of large weights from a slow disk takes."""
+"""Silence of all ranks that is reported. Taste: more than a read of large weights from a slow disk takes."""
 
 
 class HangWatch:

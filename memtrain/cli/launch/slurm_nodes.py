@@ -21,7 +21,7 @@ class Node:
     partitions: tuple[str, ...]
     memory_bytes: int
     gpu: str
-    """The GPU's kind in the cluster's own word; empty where there is none, or it is not said."""
+    """The GPU's kind in the cluster's own word; empty where there is none, or it is not given."""
 
 
 def hardware_of(loaded: LoadedRecipe, nodes: Sequence[Node]) -> Hardware:

@@ -1,4 +1,4 @@
-"""A recipe for a command of the command line: read, and its previous names said on stderr."""
+"""A recipe for a command of the command line: read, and its previous names reported on stderr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer of `memtrain plan`: a recipe resolved for a machine, with all that can be said of it."""
+"""The answer of `memtrain plan`: a recipe resolved for a machine, with all that can be reported of it."""
 
 from __future__ import annotations
 

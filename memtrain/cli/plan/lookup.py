@@ -32,7 +32,7 @@ ELSEWHERE = frozenset({"bitsandbytes", "deepspeed", "triton", "vllm"})
 
 @dataclass(frozen=True, slots=True)
 class LookedAt:
-    """A model's configuration, and where it comes from where that is to be said."""
+    """A model's configuration, and where it comes from where that is to be reported."""
 
     config: Mapping[str, Any]
     note: str = ""
@@ -220,7 +220,7 @@ def facts_without_data(
 ) -> PlannerInputs:
     """Facts for data that was not read: every sequence as long as it may be.
 
-    Raises: RecipeError where no length is said.
+    Raises: RecipeError where no length is given.
     """
     from memtrain.cli.plan.make_plan import reward_shapes, teacher_shape
 

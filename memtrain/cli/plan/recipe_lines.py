@@ -1,4 +1,4 @@
-"""Faults that name a key of the recipe, told with the line that the key was written on."""
+"""Faults that name a key of the recipe, reported with the line that the key was written on."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def _tokens(tokens: int, loss_tokens: int, report: LengthReport) -> str:
 
 
 def rows_words(report: LengthReport) -> str:
-    """Effects of truncation and packing, in one paragraph: every loss is said here."""
+    """Effects of truncation and packing, in one paragraph: every loss is reported here."""
     counted = _tokens(report.num_tokens, report.num_loss_tokens, report)
     parts = [f"{count_of(report.num_rows, 'row')}, {counted}"]
     if report.rows_cut:

@@ -23,7 +23,7 @@ from memtrain.recipes.edit import with_key
 from memtrain.recipes.sections.model import Adapter
 
 MOST = 3
-"""Ways out that are told."""
+"""Ways out that are reported."""
 GPU_COUNTS = (2, 4, 8, 16, 32, 64)
 TRIED = {
     "cuda": "up to three changes of the recipe, up to 64 GPUs, and every known card were tried",

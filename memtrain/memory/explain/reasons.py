@@ -18,7 +18,7 @@ from memtrain.memory.strategies.exclusions import excluded
 from memtrain.memory.strategies.registry import STRATEGIES, is_searched, used_in, wish_of
 
 EQUAL = 0.01
-"""Times that differ by less are told as equal."""
+"""Times that differ by less are reported as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: i
 
 
 def _drawn_by_slice(settings: Settings) -> str:
-    """A run with other random numbers than the plain one is no less right, and is told."""
+    """A run with other random numbers than the plain one is no less right, and is reported."""
     drops = settings.adapter is not None and settings.adapter.dropout
     return "; dropout draws its numbers slice by slice" if drops else ""
 

@@ -144,7 +144,7 @@ def _at_once(settings: Settings, heaviest: HeaviestBatch) -> int:
 
 
 def _compatible(chosen: tuple[Change, ...]) -> bool:
-    """No key is said twice."""
+    """No key is given twice."""
     keys = [key for change in chosen for key in change.settings]
     return len(keys) == len(set(keys))
 

@@ -79,7 +79,7 @@ def resolved_if_it_fits(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
 
 
 def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
-    """The same where it is said how many processes hold a row together."""
+    """The same for a given number of processes that hold a row together."""
     ledger, case, choices = open_space(asked, facts)
     budget = training_budget(case.recipe, facts, choices.groups[0][0])
     try:

@@ -14,7 +14,7 @@ def assumed_profile(asked: SourcedRecipe, *, shares_prompts: bool) -> LengthProf
     """Sequences of `length.max_length` tokens, many of them.
 
     Rows with answers: each answer is as long as may be, with a prompt of `length.max_prompt` tokens (none
-    where that is not said: no real row is heavier).
+    where that is not given: no real row is heavier).
 
     Raises: RecipeError where `length.max_length` sets no limit.
     """

@@ -39,7 +39,7 @@ from memtrain.recipes.sections.methods.ppo import Ppo
 def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | None, list[Micro]]:
     """Settings with everything decided that does not depend on memory, and the micro-batches to try.
 
-    None where a refusal was noted without which nothing more can be said.
+    None where a refusal was noted without which nothing more can be reported.
     """
     recipe, hardware = ledger.asked.recipe, facts.hardware
     refuse_what_cannot_run(ledger, hardware)

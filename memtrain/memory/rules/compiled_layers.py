@@ -15,7 +15,7 @@ IN_PARTS = "a part of a layer is another function than the layer that is compile
 
 
 def decide_compile(ledger: DecisionLog, facts: PlannerInputs, processes: int) -> bool:
-    """Whether decoder layers are compiled; told where the recipe asks."""
+    """Whether decoder layers are compiled; reported where the recipe asks."""
     wanted = ledger.asked.recipe.model.compile
     if wanted == "auto":
         # Not measured on a GPU yet.

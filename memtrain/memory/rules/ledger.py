@@ -22,14 +22,14 @@ from memtrain.memory.rules.float16 import AUTO_REASON, FLOAT16_REASON, float16_f
 from memtrain.recipes.recipe import Recipe
 
 DEFAULT_BATCH_SIZE = 32
-"""Rows of a step when nothing is said: the field's usual size for fine-tuning."""
+"""Rows of a step when nothing is given: the field's usual size for fine-tuning."""
 NF4 = "NF4 with double quantization: 0.516 bytes a weight, the scales in 8 bits too"
 """Reason in the plan of weights in 4 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourcedRecipe:
-    """A recipe, and where each of its values was said."""
+    """A recipe, and where each of its values was set."""
 
     recipe: Recipe
     where: Callable[[str], str]

@@ -42,7 +42,7 @@ MAX_EXTENDS = 8
 
 @dataclass(frozen=True, slots=True)
 class LoadedRecipe:
-    """A recipe, and where each of its values was said."""
+    """A recipe, and where each of its values was set."""
 
     recipe: Recipe
     path: Path

@@ -102,7 +102,7 @@ class _Checked:
     tree: Mapping
     faults: Faults
     meant: set[str] = field(default_factory=set[str])
-    """Keys that some advice names already: that they are missing need not be told as well."""
+    """Keys that some advice names already: that they are missing need not be reported as well."""
     at_fault: set[Path] = field(default_factory=set[Path])
     """Keys that are left out, so that the rules between the others can be checked."""
 

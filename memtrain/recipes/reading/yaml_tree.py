@@ -10,7 +10,7 @@ MAX_NODES = 20_000
 """Keys and values a recipe may have, aliases counted as often as they are used (no billion laughs)."""
 
 MOST_FAULTS = 50
-"""Faults of one recipe that are told; nobody reads more at once."""
+"""Faults of one recipe that are reported; nobody reads more at once."""
 MEND_FIRST = "fix the faults above first"
 
 Scalar = None | bool | int | float | str

@@ -1,4 +1,4 @@
-"""Every key of a loaded recipe with its value, and where it was said."""
+"""Every key of a loaded recipe with its value, and where it was set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memtrain.recipes.sections.base import Section, parse_bytes
 
 
 def settings(loaded: LoadedRecipe) -> list[tuple[str, str, str]]:
-    """Dotted key, value in words, and where it was said ("default": nobody did), in the recipe's order."""
+    """Dotted key, value in words, and where it was set ("default": nobody did), in the recipe's order."""
     return _settings(loaded, loaded.recipe, "")
 
 

@@ -1,9 +1,9 @@
-"""Whether a plan may continue a checkpoint: refused where it is another run, said where sums may round.
+"""Whether a plan may continue a checkpoint: refused where it is another run, reported where sums may round.
 
 Three kinds of difference:
 - free: the same numbers, bit for bit (what is logged, kept, evaluated; where activations wait);
 - rounding: the same run, but sums are taken in another order (threads, processes, micro-batches, kernels,
-  versions): continued, and said;
+  versions): continued, and reported;
 - all others: another run, refused with the keys that differ. Those that `save.allow_changed_keys` names are
   said, except those whose saved state would not fit the model or the optimizer.
 """

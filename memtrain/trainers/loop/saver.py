@@ -106,7 +106,7 @@ class Saver:
         self._background.close()
 
     def _emit(self, seconds: float) -> None:
-        """The checkpoint stands. What could not be removed is told once."""
+        """The checkpoint stands. What could not be removed is reported once."""
         for text in self._left:
             if text not in self._noted:
                 self._noted.add(text)

@@ -179,7 +179,7 @@ def _noting(sinks: EventSinks, position: TrainState) -> Callable[[str], None]:
 
 
 def _asked(stop: StopRequest, sinks: EventSinks, position: TrainState) -> Callable[[], bool]:
-    """Whether this rank is to stop, told once where nobody is left who would hear why."""
+    """Whether this rank is to stop, reported once where nobody is left who would hear why."""
     noted: list[str] = []
 
     def asked() -> bool:

@@ -38,7 +38,7 @@ class MetricsWriter:
         """
         if isinstance(event, Mapping):
             event = from_values({"step": self.step} | dict(event))
-        # A save that was written beside the steps is told after them.
+        # A save that was written beside the steps is reported after them.
         self.step = max(self.step, event.step)
         try:
             self._file.write(to_line(event, time.time()) + "\n")

@@ -73,7 +73,7 @@ class Pulse(threading.Thread):
             if found == before and cpu_s - computed_s < IDLE * (now_s - at_s):
                 continue
             before, computed_s, at_s, count = found, cpu_s, now_s, count + 1
-            # A disk that refuses is met, and told, by what the rank itself writes.
+            # A disk that refuses is met, and reported, by what the rank itself writes.
             with suppress(OSError):
                 self._path.parent.mkdir(exist_ok=True)
                 self._path.write_text(f"{count} {words}\n")

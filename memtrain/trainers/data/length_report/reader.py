@@ -94,7 +94,7 @@ class Faults:
 def read(
     work: Work, data: Data, *, seed: int, sample: int | None = None, progress: Progress | None = None
 ) -> Read:
-    """The counts of all rows, or of a sample of them. Ctrl-C ends the reading, and what was read is told.
+    """The counts of all rows, or of a sample of them. Ctrl-C ends the reading, and what was read is reported.
 
     Raises: DataError when a source cannot be read, or no row can be used.
     """

@@ -78,7 +78,7 @@ def choose_rows(data: Data, store: Sourced, seed: int, epochs: int = 1) -> Chose
 
 
 def epochs_of(train: Train) -> int:
-    """Epochs that a run may begin: as many as draw rows of their own, where only its steps are said."""
+    """Epochs that a run may begin: as many as draw rows of their own, where only its steps are given."""
     return MOST_EPOCHS if train.max_steps is not None else math.ceil(train.epochs or 1)
 
 

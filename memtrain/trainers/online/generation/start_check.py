@@ -55,7 +55,7 @@ class StartCheck:
     def passing(self, make: Callable[[Form], Sampler], first: Form, groups: Sequence[Group]) -> Form:
         """The first form of sampling, from `first` on, that gives the model's own log-probs.
 
-        Called by all ranks together. It is told where it is another than `first`.
+        Called by all ranks together. The choice is reported where it is another than `first`.
         Raises: LaunchError where none does.
         """
         sampler = make(first)

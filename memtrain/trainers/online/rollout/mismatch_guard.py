@@ -2,7 +2,7 @@
 
 The same weights in another engine or dtype differ by hundredths of a nat; stale or broken ones by tenths and
 more. It is looked at after every step that trained on fresh log-probs. A difference that is there from the
-first step on, and more than rounding, is told once.
+first step on, and more than rounding, is reported once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memtrain.trainers.online.rollout.policy_metrics import MismatchSeen
 from memtrain.trainers.runtime.ranks import Ranks
 
 JUMP = 5.0
-"""Times its own median that the difference may rise before it is told. Taste."""
+"""Times its own median that the difference may rise before it is reported. Taste."""
 
 NOTICED = 0.05
 """Nats below which a jump says nothing: two kernels differ by as much. Measured on a CPU, bfloat16 against
@@ -64,7 +64,7 @@ class MismatchAlarm:
     sampler: str = "native"
     """Sampler, by its name in the settings."""
     rounding: float | None = None
-    """Nats up to which a steady difference is rounding; None: nothing is said of one (dropout moves it)."""
+    """Nats up to which a steady difference is rounding; None: nothing is reported (dropout moves it)."""
     past: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def heed(self, method: object, ranks: Ranks) -> None:

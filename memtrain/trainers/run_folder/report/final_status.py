@@ -14,7 +14,7 @@ def record_end(folder: RunFolder, state: RunState, step: int, message: str = "")
     """Write the status of a run that has ended, and its report.
 
     Raises: LaunchError when the disk refuses those of a run that is done. What ended any other run is about
-    to be told: a disk or a page that refuses must not stand in its place, and is told beside it.
+    to be reported: a disk or a page that refuses must not stand in its place, and is reported beside it.
     """
     ended = Status(state=state, step=step, time=time.time(), message=sayable(message))
     if state is RunState.DONE:

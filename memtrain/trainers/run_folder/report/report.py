@@ -97,7 +97,7 @@ class Figures:
     num_evals: int
     rewards: tuple[float, ...]
     """Mean reward of each rollout, of online methods. Their held-out loss is minus
-    the held-out reward, and is told as that."""
+    the held-out reward, and is reported as that."""
     lengths: tuple[float, ...]
     """Mean length of the completions of each rollout, in tokens."""
     tokens: int
