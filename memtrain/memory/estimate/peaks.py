@@ -151,6 +151,7 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
         resting | loss | {"logits": head.kept, "reference's pass": reference_pass(load, head)},
         resting | loss | {"logits": head.forward},
         resting | loss | {"logits": head.backward},
+        resting | loss | {"logits": made.of_head},
         resting | loss | {"gradients": made.after_loss, "logits": final_backward},
         resting | {"gradients": made.in_last, "activations": kept - last} | inner,
         resting | {"gradients": made.in_first, "activations": first} | inner,
@@ -177,6 +178,8 @@ class _Gradients(NamedTuple):
     at_step: int
     added: int
     """Scratch to add the largest matrix's gradient, in every layer."""
+    of_head: int = 0
+    """Gradients of an untied head and of the rows that enter it, where the former is widened to be added."""
 
 
 def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients:
@@ -216,7 +219,10 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
         return _Gradients(0, waiting, waiting, waiting, embedding, arriving, at_step, 0)
     if accumulates:
         held = whole + waits
-        return _Gradients(whole, held, held, held, whole + embedding, arriving, whole, weight)
+        widening = (
+            0 if shape.tied else of_head + of_head // load.a * widened + 2 * load.a * load.S * shape.width
+        )
+        return _Gradients(whole, held, held, held, whole + embedding, arriving, whole, weight, widening)
     waiting = max(waits, of_head * size // load.a)
     in_first = whole - (own_embedding - waits) - (of_layer * size if trains_all else 0)
     in_embedding = whole - own_embedding + embedding

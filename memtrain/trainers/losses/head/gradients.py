@@ -138,6 +138,9 @@ def gradients_by_columns(
                 grad_VD[first:last] = sum_KD
         if bias_V is not None and sums.bias_V is not None:
             bias_V[first:last] = sums.bias_V
+        # The next columns make their own: two blocks of sums would be twice the scratch of one.
+        del part, sums
+        sum_KD = None
     pairs = zip(totals.narrow(operands), weight_grads, strict=True)
     return [g for pair in pairs for g in pair], bias_V
 

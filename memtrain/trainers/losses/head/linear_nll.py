@@ -146,15 +146,24 @@ def _forward_and_gradients(
     scratch = torch.empty(min(step, num_tokens), num_columns, dtype=products.wide, device=targets_N.device)
     all_scores = empty_scores(num_tokens, options, products.wide, targets_N.device)
     for low, high in spans(num_tokens, step):
-        tile_TV, targets_T = scratch[: high - low], targets_N[low:high]
-        head_outputs_(
-            tile_TV, operands._replace(hidden=tuple(x[low:high] for x in operands.hidden)), products
+        tile_TV, rows = scratch[: high - low], tuple(x[low:high] for x in operands.hidden)
+        head_outputs_(tile_TV, operands._replace(hidden=rows), products)
+        scores, grad_TV = _gradient_of_tile_(
+            tile_TV, targets_N[low:high], weights_N[low:high], options, terms
         )
-        slope_TV = bend_(tile_TV, rule, want_slope=True)
-        scores, exp_TV, sums_T = score_(tile_TV, targets_T, options)
-        part = nll_coefficients(scores.log_z_T, weights_N[low:high], terms, num_columns)
-        grad_TV = exp_TV.mul_((part.prob_N / sums_T)[:, None])
-        finish_gradient_(grad_TV, part, targets_T, slope_TV, rule)
         gradients.take(grad_TV, operands, low, high)
         put_scores(all_scores, scores, low, high)
+        # The next tile makes its own: with this one it would be a tile more than the scratch is meant to be.
+        del grad_TV
     return all_scores, gradients
+
+
+def _gradient_of_tile_(
+    tile_TV: Tensor, targets_T: Tensor, weights_T: Tensor, options: ScoreOptions, terms: NllOptions
+) -> tuple[TileScores, Tensor]:
+    """The scores of a tile of head outputs (overwritten), and the loss's gradient with respect to it."""
+    slope_TV = bend_(tile_TV, options.rule, want_slope=True)
+    scores, exp_TV, sums_T = score_(tile_TV, targets_T, options)
+    part = nll_coefficients(scores.log_z_T, weights_T, terms, tile_TV.shape[1])
+    grad_TV = exp_TV.mul_((part.prob_N / sums_T)[:, None])
+    return scores, finish_gradient_(grad_TV, part, targets_T, slope_TV, options.rule)

@@ -47,7 +47,7 @@ def scores_by_tokens(operands: Operands, targets_N: Tensor, options: ScoreOption
             tile_TV, operands._replace(hidden=tuple(x[low:high] for x in operands.hidden)), products
         )
         bend_(tile_TV, rule, want_slope=False)
-        scores, _, _ = score_(tile_TV, targets_N[low:high], options)
+        scores = score_(tile_TV, targets_N[low:high], options)[0]
         put_scores(all_scores, scores, low, high)
     return all_scores
 

@@ -17,6 +17,7 @@ from memtrain.trainers.losses.head.linear import LogprobOptions, LogprobResult
 from memtrain.trainers.losses.head.linear_full import full_logprob, full_nll
 from memtrain.trainers.losses.head.linear_nll import NllOptions
 from memtrain.trainers.losses.head.tiles import LogitRule
+from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 
 N, D, V, R = 57, 24, 331, 4
 TILE = 16 << 10  # 12 tokens of 331 fp32 logits: five tiles, the last one short
@@ -461,3 +462,25 @@ def test_large_logits_keep_their_digits():
     weight = torch.tensor([[5002.0], [5001.0], [5000.0]])
     logp = linear.linear_logprob([(hidden, weight)], torch.tensor([0])).logp_N
     assert logp.item() == pytest.approx(-0.4076059644443804, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trains_head", "most"),
+    [
+        # The scratch, the gradient of the hidden states, and some numbers a token.
+        (torch.float32, False, (128 << 10) + 4 * 64 * 64 + 4096),
+        # The weight's gradient, and of one block of columns: its sums, its weights widened, a tile.
+        (torch.bfloat16, True, 3 * (128 << 10)),
+    ],
+)
+def test_a_tile_is_gone_before_the_next_one_is_made(dtype, trains_head, most):
+    """Four tiles of tokens, or as many blocks of columns, hold no more than one of them."""
+    hidden = torch.zeros(64, 64, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(1024, 64, dtype=dtype, requires_grad=trains_head)
+    rule, options = LogitRule(tile_bytes=128 << 10), NllOptions(want_stats=True)
+    with TensorPeak() as counted:
+        found = linear.linear_nll(
+            [(hidden, weight)], torch.zeros(64, dtype=torch.long), torch.ones(64), rule, options
+        )
+        found.loss.backward()
+    assert counted.peak_bytes <= most

@@ -291,3 +291,11 @@ def test_scratch_of_flash_attention_is_an_owner_of_its_own(slices):
     # The kernel pads each segment to a block of 128 rows.
     assert seen["kernel scratch"] == pytest.approx(by_hand, rel=0, abs=2 * 128 * 4 * 8 * 33)
     assert case.estimated().peak.num_bytes == pytest.approx(recorder.peak_bytes, rel=0.02)
+
+
+def test_a_head_of_its_own_is_widened_as_its_gradient_is_added():
+    """A vocabulary so large that nothing else of the step is higher: 2 + 4 bytes a weight of the head."""
+    case = sft(LLAMA | {"vocab_size": 32768}, HALF | CUDA | {"loss_tile_bytes": 1 << 22}, 2)
+    told = case.estimated().peak
+    assert {one.owner: one.num_bytes for one in told.owners}["logits"] >= 6 * 32768 * 128
+    assert told.num_bytes == pytest.approx(trace(case.job).recorder.peak_bytes, rel=0.01)
