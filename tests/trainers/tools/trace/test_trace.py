@@ -63,6 +63,8 @@ SCRATCH = {
     "FSDP2, dpo, a copy": (0.002, GATHERING),
     "streamed, FSDP2": (0.006, GATHERING),
     "streamed, FSDP2, accumulating": (0.035, BLOCKS),
+    "streamed, FSDP2, LoRA": (0.008, GATHERING),
+    "streamed, fused kernels": (0.025, BLOCKS),
     "streamed, LoRA": (0.022, BLOCKS),
     "streamed, QLoRA": (0.025, BLOCKS),
     "streamed, bfloat16, accumulating": (0.015, BLOCKS),
