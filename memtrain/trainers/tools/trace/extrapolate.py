@@ -67,10 +67,13 @@ def _period(kinds: list[str]) -> int:
 
 
 def num_staying(settings: Settings) -> int:
-    """The last layers, whose inputs stay on the device where those of all others travel."""
+    """The last layers, whose inputs stay on the device where those of all others travel, and a group more.
+
+    Inputs travel two at a time: only from a second middle group on is the highest moment that of any depth.
+    """
     if settings.offload != "boundaries":
         return 0
-    return settings.offload_keep * max(1, settings.checkpoint_every)
+    return (settings.offload_keep + 1) * max(1, settings.checkpoint_every)
 
 
 def shallow_depths(depth: int, period: int, num_staying: int = 0) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from trace_cases import BASE, CASES, HALF, LLAMA, QWEN, random_states, real_peak, sft
+from trace_cases import BASE, CASES, HALF, LLAMA, LORA, QWEN, random_states, real_peak, sft, streamed
 
 import memtrain.trainers.tools.trace.client
 from memtrain.memory.estimate.workload import HeaviestBatch
@@ -156,15 +156,25 @@ def test_two_shallow_models_stand_for_a_deep_one(name):
 
 
 def test_layers_whose_inputs_stay_do_not_stand_for_all():
-    """Of seven layers the last two stay: models of three and four layers with two that stay are no line."""
+    """Of eight layers the last two stay: models of three and four layers with two that stay are no line."""
     case = CASES["offloading boundaries, one layer kept"]
     changes = case.changes | CUDA | HALF | {"offload_keep": 2}
-    job = replace(case, changes=changes, config=case.config | {"num_hidden_layers": 7}).job
+    job = replace(case, changes=changes, config=case.config | {"num_hidden_layers": 8}).job
     guessed, whole = predict_by_trace(job), predict_by_trace(job, is_whole=True)
     assert [one.num_bytes for one in guessed.phases] == pytest.approx(
         [one.num_bytes for one in whole.phases], rel=0.001
     )
-    assert shallow_depths(32, 1, num_staying(job.settings)) == (5, 6)
+    assert shallow_depths(32, 1, num_staying(job.settings)) == (6, 7)
+
+
+def test_two_inputs_that_travel_at_once_need_two_middle_layers():
+    """A model of three layers has one middle layer: its forward pass holds an input less than others do."""
+    case = streamed(LLAMA, HALF | CUDA | {"adapter": LORA, "offload": "boundaries", "weights_offload": True})
+    job = replace(case, config=case.config | {"num_hidden_layers": 8}).job
+    guessed, whole = predict_by_trace(job), predict_by_trace(job, is_whole=True)
+    assert [one.num_bytes for one in guessed.phases] == pytest.approx(
+        [one.num_bytes for one in whole.phases], rel=0.001
+    )
 
 
 def test_what_waits_on_the_host_is_told_and_not_counted_as_the_devices():
