@@ -167,6 +167,7 @@ def test_layers_whose_inputs_stay_do_not_stand_for_all():
     assert shallow_depths(32, 1, num_staying(job.settings)) == (6, 7)
 
 
+@pytest.mark.slow
 def test_two_inputs_that_travel_at_once_need_two_middle_layers():
     """A model of three layers has one middle layer: its forward pass holds an input less than others do."""
     case = streamed(LLAMA, HALF | CUDA | {"adapter": LORA, "offload": "boundaries", "weights_offload": True})
