@@ -16,7 +16,7 @@ from memtrain.trainers.tools.doctor import Finding, run_check
 def test_it_runs_what_can_run_here(capsys: pytest.CaptureFixture[str]):
     assert run(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["versions"]["torch"])
     outcomes = {(one["area"], one["name"]): one["outcome"] for one in found["findings"]}
     assert outcomes["attention", "torch_cpu"] == "works"
     assert outcomes["attention", "masked"] == "works"

@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError
@@ -129,6 +130,8 @@ FAMILIES = (
         "lfm2": {"layer_types": ["conv", "full_attention"]},
     }
 )
+FAMILIES = {name: said for name, said in FAMILIES.items() if name in CONFIG_MAPPING_NAMES}
+"""Those that the installed transformers has."""
 QUICK = ("gpt2", "gpt_neox", "opt", "phi", "starcoder2", "cohere", "glm", "deepseek_v3")
 OTHERS = ("bloom", "falcon", "stablelm", "gptj", "mamba", "gemma2")
 """Quick ones of those that pack no rows."""

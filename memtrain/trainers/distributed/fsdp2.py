@@ -61,6 +61,18 @@ def shard(scorer: nn.Module, settings: Settings) -> None:
             # Gloo sums, and divides nothing; so does NCCL then, in the same order.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    scorer.register_forward_pre_hook(_begin_groups_anew, prepend=True)
+
+
+def _begin_groups_anew(scorer: nn.Module, inputs: object) -> None:
+    """Let a pass gather every group.
+
+    Until torch 2.12 a group of several modules is gathered when its first module runs, and not again before
+    all of them ran. A head that is tied to the embedding never does: its weight alone is read.
+    """
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            cast(Any, module)._get_fsdp_state()._modules_to_run_forward.clear()
 
 
 def models_of(scorer: nn.Module) -> list[PreTrainedModel]:

@@ -207,10 +207,10 @@ def test_what_fits_a_budget_needs_no_more_than_the_budget():
 
 def test_an_estimate_takes_well_under_a_millisecond():
     settings = make()
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(100):
         estimate(settings, LLAMA8, batch(2, 2048))
-    assert (time.perf_counter() - start) / 100 < 0.003
+    assert (time.process_time() - start) / 100 < 0.003
 
 
 def test_the_last_layers_backward_pass_holds_the_heads_gradient_and_its_own_largest_one():

@@ -19,7 +19,9 @@ ONLINE = {
 
 @pytest.fixture
 def known(facts_of, profile_of):
-    return facts_of(cpu(64 * GIB, 4), profile_of(*[512] * 64), method="grpo")
+    return facts_of(
+        cpu(64 * GIB, 4), profile_of(*[512] * 64), method="grpo", presumed=frozenset({"deepspeed"})
+    )
 
 
 def gathering(made) -> tuple[bool, str, int]:

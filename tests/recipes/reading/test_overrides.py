@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from memtrain.recipes.reading.overrides import apply_overrides, merged, path_of
@@ -82,7 +82,7 @@ trees = some.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(some.dictionaries(some.sampled_from("abc"), trees), some.dictionaries(some.sampled_from("abc"), trees))
 def test_laying_over_keeps_every_key_and_lets_the_upper_win(
     below: dict[str, object], above: dict[str, object]
