@@ -41,15 +41,16 @@ class DistillRequest:
         self.terms = terms
 
     def about(self, which_n: Tensor) -> DistillRequest:
-        """The same question about some of the tokens: their part of the sum."""
+        """The same request for some of the tokens: their part of the sum."""
         assert isinstance(self.teacher, TopKTeacher), "Ranks that share rows have the teacher from a file."
         part = self.teacher.about(which_n)
         return DistillRequest(self.targets_N[which_n], self.weights_N[which_n], part, self.terms)
 
     def answer(self, pairs: Pairs, bias: Tensor | None, form: HeadForm) -> DistillResult:
         """The answer of `linear_distill`, or of the plain form."""
-        is_made = isinstance(self.teacher, WholeTeacher | TopKTeacher)
-        teacher = self.teacher if is_made else self.teacher(pairs, bias, form)
+        teacher = self.teacher
+        if not isinstance(teacher, WholeTeacher | TopKTeacher):
+            teacher = teacher(pairs, bias, form)
         compute = linear_distill if form.is_chunked else full_distill
         return compute(pairs, self.targets_N, self.weights_N, teacher, form.rule(), self.terms, bias=bias)
 
