@@ -100,6 +100,8 @@ def test_transformers_loads_the_model_and_finds_the_loss_that_was_told(runs, met
     told = metrics(folder, "eval")[-1]
     assert told["loss"] == pytest.approx(held_out_loss(model, tokenizer, rows), abs=2e-6)
     saved = load_state(folder / "checkpoints" / "step-000006" / "weights")
+    linked = folder / "checkpoints" / "step-000006" / "weights.safetensors"
+    assert linked.samefile(folder / "final" / "model.safetensors")
     loaded = model.state_dict()
     assert all(torch.equal(saved[name], loaded[name.removeprefix("model.")]) for name in saved)
 

@@ -37,6 +37,11 @@ from memtrain.trainers.runtime.weight_layout import (
 )
 
 State = dict[str, Any]
+WEIGHTS = "weights"
+WHOLE_WEIGHTS = f"{WEIGHTS}.safetensors"
+"""File of a checkpoint whose weights are whole."""
+MODEL_NAME = "model."
+"""Beginning of the names of a model's weights in the scorer that holds it."""
 
 
 def parts_of(
@@ -65,11 +70,11 @@ def parts_of(
     own: dict[str, object] = {}
     whole: dict[str, object] = {}
     if cut is not None:
-        own["weights" + PIECES] = how.pieces(cut, trained)
+        own[WEIGHTS + PIECES] = how.pieces(cut, trained)
         own["optimizer" + PIECES] = cut.own_state(how.own)
     else:
         states = own if is_sharded else whole
-        states["weights"] = how.weights(trained_parameters(model))
+        states[WEIGHTS] = how.weights(trained_parameters(model))
         states["optimizer"] = how.optimizer(model, optimizer, trained)
     if follower is not None:
         # DeepSpeed is given the policy alone: what follows it is whole.
@@ -82,7 +87,11 @@ def parts_of(
     else:
         whole = {}
     named = {name_of(name, ranks.rank, ranks.world): state for name, state in own.items()}
-    return {name: _writer(state) for name, state in (named | whole).items()}
+    # Whole weights have the names of the model itself, so that the file is one of a Hugging Face model too.
+    return {
+        name: _writer(state, root=MODEL_NAME if name == WEIGHTS else "")
+        for name, state in (named | whole).items()
+    }
 
 
 def restore(
@@ -118,7 +127,7 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module, ranks: Ranks | None =
     trained = trained_parameters(model)
     in_stage_3 = [one for one in trained.values() if hasattr(one, "ds_tensor")]
     with gathered_here(in_stage_3, writes=True) if in_stage_3 else nullcontext():
-        fill_from(checkpoint, "weights", trained, rank=rank, world=world)
+        fill_from(checkpoint, WEIGHTS, trained, rank=rank, world=world)
 
 
 def names_in(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> list[str]:
@@ -205,5 +214,5 @@ class _Reading:
         return whole.to("cpu", copy=True) if self.copies is None else self.copies.tensor(whole)
 
 
-def _writer(state: object) -> Callable[[Path], None]:
-    return lambda path: save_state(state, path)
+def _writer(state: object, *, root: str) -> Callable[[Path], None]:
+    return lambda path: save_state(state, path, root=root)

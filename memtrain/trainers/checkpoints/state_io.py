@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,42 +18,35 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from memtrain.trainers.runtime.safetensors_header import DTYPES
+
 State = Any
 """None, bool, int, float, str, tensor, numpy array; and lists, tuples and mappings of them."""
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.complex64: "C64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-"""Names of the safetensors format, widest first: written in this order, every tensor starts aligned."""
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Tensors that were taken out of a state, by their names in the file."""
+
+    root: str = ""
+    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    seen: dict[tuple[Any, ...], str] = field(default_factory=dict[tuple[Any, ...], str])
+    """Name of each tensor by where it lies in memory."""
 
 
-def save_state(state: State, path: Path) -> None:
+def save_state(state: State, path: Path, *, root: str = "") -> None:
     """Write `path.safetensors` and `path.json`.
 
-    Tensors of any device come back on the CPU, contiguous. One tensor that appears twice (tied weights) is
-    written once, and is one tensor again after loading; views that merely overlap are written each. A mapping
-    comes back as a dict in the same order. The files are not synced to disk here.
+    `root`: beginning that names of tensors in the file leave out; the keys of the state keep it. Tensors of
+    any device come back on the CPU, contiguous. One tensor that appears twice (tied weights) is written once,
+    and is one tensor again after loading; views that merely overlap are written each. A mapping comes back as
+    a dict in the same order. The files are not synced to disk here.
 
     Raises: TypeError for a value that is none of the above, such as an object of a class; OSError.
     """
-    tensors: dict[str, Tensor] = {}
-    structure = _take_apart(state, "", tensors, {})
-    _write_tensors(tensors, path.with_name(path.name + ".safetensors"))
+    taken = _Taken(root)
+    structure = _take_apart(state, "", taken)
+    _write_tensors(taken.tensors, path.with_name(path.name + ".safetensors"))
     path.with_name(path.name + ".json").write_text(json.dumps(structure))
 
 
@@ -70,21 +64,21 @@ def load_state(path: Path) -> State:
     return _put_together(structure, tensors)
 
 
-def _take_apart(value: State, name: str, tensors: dict[str, Tensor], seen: dict[tuple, str]) -> Any:
+def _take_apart(value: State, name: str, taken: _Taken) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
-        return {"tensor": _add_tensor(value, name, tensors, seen)}
+        return {"tensor": _add_tensor(value, name, taken)}
     if isinstance(value, np.ndarray):
-        return {"array": _add_tensor(torch.from_numpy(value), name, tensors, seen)}
+        return {"array": _add_tensor(torch.from_numpy(value), name, taken)}
     if isinstance(value, list):
-        return [_take_apart(item, _below(name, i), tensors, seen) for i, item in enumerate(value)]
+        return [_take_apart(item, _below(name, i), taken) for i, item in enumerate(value)]
     if isinstance(value, tuple):
-        return {"tuple": [_take_apart(item, _below(name, i), tensors, seen) for i, item in enumerate(value)]}
+        return {"tuple": [_take_apart(item, _below(name, i), taken) for i, item in enumerate(value)]}
     if isinstance(value, Mapping):
         return {
             "dict": [
-                [_take_apart(key, "", {}, {}), _take_apart(item, _below(name, key), tensors, seen)]
+                [_take_apart(key, "", _Taken()), _take_apart(item, _below(name, key), taken)]
                 for key, item in value.items()
             ]
         }
@@ -95,18 +89,19 @@ def _below(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-def _add_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor], seen: dict[tuple, str]) -> str:
+def _add_tensor(tensor: Tensor, name: str, taken: _Taken) -> str:
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
         raise TypeError(f"the tensor at '{name}' ({tensor.dtype}, {tensor.layout}) cannot be saved")
     # Two empty tensors share the null pointer without being one tensor.
     same = (tensor.device, tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride())
-    if same in seen:
-        return seen[same]
+    if same in taken.seen:
+        return taken.seen[same]
+    name = name.removeprefix(taken.root)
     # Two keys can spell one path ("a.b" and "a" holding "b"), and the format keeps one name for itself.
-    while not name or name in tensors or name == "__metadata__":
+    while not name or name in taken.tensors or name == "__metadata__":
         name += "#"
-    tensors[name] = tensor.detach()
-    seen[same] = name
+    taken.tensors[name] = tensor.detach()
+    taken.seen[same] = name
     return name
 
 
@@ -117,7 +112,8 @@ def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """
     widest_first = list(DTYPES)
     ordered = sorted(tensors.items(), key=lambda item: widest_first.index(item[1].dtype))
-    header: dict[str, object] = {}
+    # Without this entry transformers reads no file of weights.
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset_bytes = 0
     for name, tensor in ordered:
         end_bytes = offset_bytes + tensor.numel() * tensor.element_size()

@@ -10,10 +10,10 @@ import torch
 from memtrain.memory.hardware.peak_history import note_run
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.build.components import Built
-from memtrain.trainers.checkpoints.checkpoint import best_complete
+from memtrain.trainers.checkpoints.checkpoint import best_complete, step_name
 from memtrain.trainers.checkpoints.final_model import note_final
 from memtrain.trainers.checkpoints.manifest import facts_of, metric_of
-from memtrain.trainers.checkpoints.snapshot import load_weights
+from memtrain.trainers.checkpoints.snapshot import WHOLE_WEIGHTS, load_weights
 from memtrain.trainers.loop.early_stopping import end_words
 from memtrain.trainers.loop.final_scores import check_final_scores
 from memtrain.trainers.loop.loop import Run
@@ -38,18 +38,20 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
     """Write `final/`; where the best weights are kept, those."""
     recipe, max_steps = run.plan.recipe, run.plan.settings.max_steps
     best_step, is_early = None, run.position.step < max_steps
+    saved_step = run.position.step
     if recipe.keeps_best:
         best = best_complete(folder, metric_of(run.plan)).checkpoint
         if best is not None and best.manifest.facts.step != run.position.step:
             load_weights(best, built.scorer, run.ranks)
-            best_step = best.manifest.facts.step
+            best_step = saved_step = best.manifest.facts.step
     note_other_peaks(run)
     state = built.spread.gather(built.model)
     scorer, gather = built.scorer, built.spread.gather
     value_state = gather(value_of(scorer)) if isinstance(scorer, ValueScorer) else None
     if run.ranks.is_main:
         # Before all else: whatever fails after this, the model is there.
-        save_final(built.model, built.tokenizer, folder.final, state)
+        saved = folder.checkpoints / step_name(saved_step) / WHOLE_WEIGHTS
+        save_final(built.model, built.tokenizer, folder.final, state, saved=saved)
         if isinstance(scorer, RewardScorer) and isinstance(built.train, AnswerFeed):
             write_reading(reading_of(built.train.store.meta), folder.final)
         if isinstance(scorer, ValueScorer):

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from memtrain.trainers.checkpoints.state_io import DTYPES, load_state, save_state
+from memtrain.trainers.checkpoints.state_io import load_state, save_state
+from memtrain.trainers.runtime.safetensors_header import DTYPES
 
 
 def same(left: object, right: object) -> bool:

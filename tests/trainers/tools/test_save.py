@@ -1,6 +1,7 @@
 """Saving: what was trained is what transformers reads; adapters stay small; merging adds in float32."""
 
 import copy
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_utils
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import Plan, Prediction, PreparedData, PreparedSplit
@@ -18,6 +19,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.data import Data
 from memtrain.recipes.sections.model import Adapter, Model
+from memtrain.trainers.checkpoints.state_io import save_state
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.load import load_model
@@ -59,6 +61,49 @@ def test_transformers_reads_what_was_saved(tiny_model: TinyModel, tmp_path: Path
     assert tokenizer.eos_token_id in (ends if isinstance(ends, list) else [ends])
     assert AutoTokenizer.from_pretrained(tmp_path / "final").get_vocab() == tokenizer.get_vocab()
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def checkpointed(model: Any, folder: Path) -> Path:
+    """The weights of a model as a checkpoint of it holds them."""
+    folder.mkdir()
+    save_state(
+        {f"model.{name}": p for name, p in model.named_parameters()}, folder / "weights", root="model."
+    )
+    return folder / "weights.safetensors"
+
+
+def test_weights_of_a_checkpoint_are_linked(tiny_model: TinyModel, tmp_path: Path, monkeypatch):
+    """Where names match; and no wrapper of the model is looked for, which imports DeepSpeed."""
+    model = tiny_model().eval()
+    saved = checkpointed(model, tmp_path / "step")
+    monkeypatch.setattr(modeling_utils, "unwrap_model", None)
+    save_final(model, load_tokenizer("builtin:tiny"), tmp_path / "final", saved=saved)
+    assert saved.samefile(tmp_path / "final" / "model.safetensors")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
+    assert torch.equal(read(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("why", ["another disk", "another name", "another type"])
+def test_weights_are_written_where_they_cannot_be_linked(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch, why: str
+):
+    def refuse(*given: object) -> None:
+        raise OSError(errno.EXDEV, "another disk")
+
+    model = tiny_model().eval()
+    saved = checkpointed(model, tmp_path / "step")
+    if why == "another disk":
+        monkeypatch.setattr("os.link", refuse)
+    elif why == "another name":
+        save_state(
+            {f"model.{name}s": p for name, p in model.named_parameters()}, tmp_path / "step" / "weights"
+        )
+    else:
+        model = model.to(torch.bfloat16)
+    save_final(model, load_tokenizer("builtin:tiny"), tmp_path / "final", saved=saved)
+    assert not saved.samefile(tmp_path / "final" / "model.safetensors")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=model.dtype).state_dict()
+    assert all(torch.equal(read[name], weight) for name, weight in model.state_dict().items())
 
 
 def test_saving_again_replaces_the_folder(tiny_llama: TinyModel, tmp_path: Path):

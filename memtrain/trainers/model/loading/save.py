@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.loading.generation_config import storable
+from memtrain.trainers.model.loading.link_weights import linking
 from memtrain.trainers.model.loading.scoring_pad import scores_sequences, with_scoring_pad
 from memtrain.trainers.runtime.atomic_files import disk_fault, share_one_mode, system_errors
 from memtrain.trainers.runtime.deepspeed_import import name_device
@@ -38,12 +39,14 @@ def save_final(
     state: Mapping[str, Tensor] | None = None,
     *,
     max_shard_bytes: int = MOST_BYTES,
+    saved: Path | None = None,
 ) -> None:
     """Write `folder`: safetensors, config, generation config and tokenizer; or the adapter with its
     tokenizer.
 
     `state`: whole weights by name, where the model has only some rows of them. A full model is written in
-    files of at most `max_shard_bytes`, with an index where there are several.
+    files of at most `max_shard_bytes`, with an index where there are several. `saved`: weights of a
+    checkpoint with the values of the model now; they are linked where names match (`link_weights`).
 
     The folder is whole or, after a kill, not there: it is written beside and renamed. One that is there
     already is replaced. The special tokens that the model's configuration leaves open are the tokenizer's;
@@ -65,7 +68,7 @@ def save_final(
     name_device()
     try:
         unfinished.mkdir(parents=True)
-        with system_errors():
+        with system_errors(), linking(saved):
             if isinstance(model, PeftModel):
                 # "auto" would ask the hub for a vocabulary size; a trained embedding is in the adapter.
                 model.save_pretrained(str(unfinished), save_embedding_layers=False, **given)
