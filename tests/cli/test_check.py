@@ -117,3 +117,36 @@ def test_a_data_file_in_place_of_a_recipe_is_named_as_such(capsys: pytest.Captur
     told = capsys.readouterr().err
     assert told.startswith("error: a.jsonl is a data file, not a recipe\n   at: the command line\n")
     assert "memtrain sft a.jsonl --model MODEL" in told
+
+
+def test_faults_of_keys_do_not_hide_those_of_the_model_the_data_and_the_packages(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "my.yaml").write_text(
+        "method: sft\nmodel: {path: ./nomodel}\ndata: {train: c.jsonl}\ntrain: {epochs: 2, max_steps: 3}\n"
+        "log: {trackers: [wandb], evry: 2}\n"
+    )
+    assert main(["check", "my.yaml"]) == 2
+    told = capsys.readouterr().err
+    assert [line for line in told.splitlines() if line.startswith("error")] == [
+        "error: the length of the run is given twice",
+        "error: log.evry: unknown key",
+        "error: there is no folder ./nomodel",
+        "error: there is no file 'c.jsonl'",
+        "error: wandb is asked for but not installed",
+    ]
+    assert "my.yaml:2:9 (model.path)" in told
+
+
+def test_a_part_whose_own_keys_are_at_fault_is_not_looked_at(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "my.yaml").write_text(
+        "method: sft\nmodel: {path: ./nomodel, dtyp: float32}\ndata: {train: c.jsonl, colums: {text: x}}\n"
+    )
+    assert main(["check", "my.yaml"]) == 2
+    told = capsys.readouterr().err
+    assert [line.split(" ")[1] for line in told.splitlines() if line.startswith("error")] == [
+        "model.dtyp:",
+        "data.colums:",
+    ]

@@ -33,10 +33,14 @@ def check(
     trackers, packages. Nothing is downloaded, and nothing is started.
     """
     from memtrain.cli.output.previous_notes import read_recipe
-    from memtrain.cli.plan.check_run import check_run
+    from memtrain.cli.plan.check_run import check_rest, check_run
+    from memtrain.errors import RecipeError
     from memtrain.recipes.reference.commented_yaml import settings
 
-    loaded = read_recipe(recipe, overrides or ())
+    try:
+        loaded = read_recipe(recipe, overrides or ())
+    except RecipeError as error:
+        raise check_rest(recipe, overrides or (), error) from None
     found = check_run(loaded)
     if rewrite:
         loaded = _rewritten(loaded, overrides or ())

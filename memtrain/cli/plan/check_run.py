@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from memtrain.cli.plan.check_rewards import check_rewards
 from memtrain.cli.plan.recipe_lines import at_their_lines
-from memtrain.errors import DataError, Fault, LaunchError, MemtrainError
+from memtrain.errors import DataError, Fault, LaunchError, MemtrainError, RecipeError
 from memtrain.memory.hardware.packages import installed
 from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, used_columns
 from memtrain.recipes.formats.fields import BadRow, Row
 from memtrain.recipes.formats.media import refuse_media
-from memtrain.recipes.reading.load import LoadedRecipe
+from memtrain.recipes.reading.load import LoadedRecipe, load_rest
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.data import Source
 
@@ -60,9 +60,25 @@ class _Look:
         return True
 
 
-def check_run(loaded: LoadedRecipe) -> list[Line]:
+def check_rest(recipe: str, overrides: Sequence[str], error: RecipeError) -> RecipeError:
+    """The faults of a recipe, and after them those of the parts of its run that none of these is about."""
+    rest = load_rest(recipe, overrides)
+    if rest is None:
+        return error
+    try:
+        check_run(*rest)
+    except MemtrainError as more:
+        every = RecipeError([*error.faults, *(fault for fault in more.faults if fault not in error.faults)])
+        for note in getattr(error, "__notes__", ()):
+            every.add_note(note)
+        return every
+    return error
+
+
+def check_run(loaded: LoadedRecipe, left_out: frozenset[str] = frozenset()) -> list[Line]:
     """Findings on the parts of a run, each with its name.
 
+    `left_out`: sections of the recipe that have faults; parts that need them are not looked at.
     Raises: MemtrainError with every fault of every part, each with its line.
     """
     from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
@@ -70,12 +86,15 @@ def check_run(loaded: LoadedRecipe) -> list[Line]:
     recipe = loaded.recipe
     look = _Look(loaded)
     tokenizer = cache(lambda: tokenizer_of(recipe.model))
-    look.at("strategies", lambda: _nothing(with_use_and_never(SourcedRecipe(recipe, loaded.where))))
-    has_model = look.at("model", lambda: model_words(recipe))
+    if not left_out:
+        look.at("strategies", lambda: _nothing(with_use_and_never(SourcedRecipe(recipe, loaded.where))))
+    knows_model = "model" not in left_out
+    has_model = knows_model and look.at("model", lambda: model_words(recipe))
     # A folder that is missing is one fault, not two.
-    looks = has_model or recipe.model.tokenizer is not None
+    looks = has_model or (knows_model and recipe.model.tokenizer is not None)
     has_tokenizer = looks and look.at("tokenizer", lambda: tokenizer_words(recipe, tokenizer))
-    for key, sources in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
+    data = (("data.train", recipe.data.train), ("data.eval", recipe.data.eval))
+    for key, sources in () if "data" in left_out else data:
         found: list[Found] = []
         for number, source in enumerate(sources):
             place = f"{key}[{number}]"
@@ -85,8 +104,10 @@ def check_run(loaded: LoadedRecipe) -> list[Line]:
             )
         if len(found) == len(sources) and found and has_tokenizer:
             look.at(f"{key}, rendering", lambda found=found: rendering_words(recipe, found, tokenizer()))
-    look.at("teacher", lambda: teacher_words(recipe, compares=has_tokenizer))
-    look.at("rewards", lambda: _nothing(check_rewards(loaded)))
+    if not left_out & {"model", "distill"}:
+        look.at("teacher", lambda: teacher_words(recipe, compares=has_tokenizer))
+    if "rewards" not in left_out:
+        look.at("rewards", lambda: _nothing(check_rewards(loaded)))
     for item, check in PACKAGES:
         look.at(item, lambda check=check: check(recipe))
     if look.errors:

@@ -17,7 +17,7 @@ from memtrain.recipes.reading.overrides import apply_overrides, merged, path_of
 from memtrain.recipes.reading.previous_names import renewed
 from memtrain.recipes.reading.shipped import configs_dir, find_recipe, shipped_names
 from memtrain.recipes.reading.texts import check_texts, is_too_long
-from memtrain.recipes.reading.validate import recipe_of
+from memtrain.recipes.reading.validate import part_without_faults, recipe_of
 from memtrain.recipes.reading.yaml_reader import read_yaml
 from memtrain.recipes.reading.yaml_tree import (
     Entry,
@@ -92,6 +92,23 @@ def load_recipe(
     return _loaded(tree, path, text, overrides, method, faults)
 
 
+def load_rest(path_or_name: str, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe, frozenset[str]] | None:
+    """(a recipe with faults as it is without the keys at fault, the sections that these lie in): for more
+    checks of what holds. None where nothing holds."""
+    path = find_recipe(path_or_name)
+    faults = Faults()
+    text = _text(path, None)
+    tree = _file_tree(text, path, _name(path), faults, (path.resolve(),))
+    if tree is None:
+        return None
+    tree, _ = _whole_tree(tree, overrides, faults)
+    recipe, left_out = part_without_faults(tree, faults)
+    if recipe is None:
+        return None
+    rest = LoadedRecipe(recipe, path, text, tuple(overrides), tree)
+    return rest, frozenset(str(key[0]) for key in left_out)
+
+
 def load_text(text: str, name: str) -> LoadedRecipe:
     """The recipe of a text that lies in no file; `name` stands for the file in errors.
 
@@ -130,11 +147,7 @@ def recipe_of_words(overrides: Sequence[str]) -> LoadedRecipe:
 def _loaded(
     tree: Mapping, path: Path, text: str, overrides: Sequence[str], method: str | None, faults: Faults
 ) -> LoadedRecipe:
-    raw = apply_overrides(tree, overrides, faults)
-    replaced, variables = interpolated(raw, faults)
-    check_texts(replaced, (), faults)
-    # A value of an environment variable may be a previous word too.
-    tree = with_named_sets(cast(Mapping, renewed(replaced, faults, is_final=True)))
+    tree, hide = _whole_tree(tree, overrides, faults)
     recipe = recipe_of(tree, faults, method)
     renamed = tuple(dict.fromkeys(faults.renamed))
     if recipe is None or faults:
@@ -142,9 +155,20 @@ def _loaded(
         for one in renamed:
             error.add_note(f"note: {one}")
         raise error
-    texts = environment_texts(raw, replaced, variables) if variables else []
-    hidden = that_can_be_hidden(recipe, texts)
+    hidden = that_can_be_hidden(recipe, hide)
     return LoadedRecipe(recipe, path, text, tuple(overrides), tree, hidden, renamed)
+
+
+def _whole_tree(
+    tree: Mapping, overrides: Sequence[str], faults: Faults
+) -> tuple[Mapping, list[EnvironmentText]]:
+    """(the tree with overrides, replaced `${...}` and current names; its texts from the environment)."""
+    raw = apply_overrides(tree, overrides, faults)
+    replaced, variables = interpolated(raw, faults)
+    check_texts(replaced, (), faults)
+    texts = environment_texts(raw, replaced, variables) if variables else []
+    # A value of an environment variable may be a previous word too.
+    return with_named_sets(cast(Mapping, renewed(replaced, faults, is_final=True))), texts
 
 
 def _name(path: Path) -> str:

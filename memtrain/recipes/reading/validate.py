@@ -51,6 +51,15 @@ def recipe_of(tree: Mapping, faults: Faults, command: str | None = None) -> Reci
 
     `command`: the method of the command line; the recipe's must be the same.
     """
+    recipe, _ = part_without_faults(tree, faults, command)
+    return None if faults else recipe
+
+
+def part_without_faults(
+    tree: Mapping, faults: Faults, command: str | None = None
+) -> tuple[Recipe | None, frozenset[Path]]:
+    """(the recipe without the keys at fault, which have their defaults or stand-ins; those keys): for more
+    checks of what holds. No recipe where a fault is in every part."""
     _check_method(tree, faults, command)
     checked = _Checked(tree, faults)
     bare: dict[str, object] | None = checked.section(tree, Recipe, ())
@@ -62,10 +71,10 @@ def recipe_of(tree: Mapping, faults: Faults, command: str | None = None) -> Reci
             bare = without(bare, at_fault) if at_fault - checked.at_fault else None
             checked.at_fault.update(at_fault)
         else:
-            return None if faults else recipe
+            return recipe, frozenset(checked.at_fault | checked.unknown)
         if bare is None:
-            return None
-    return None
+            break
+    return None, frozenset()
 
 
 def _check_method(tree: Mapping, faults: Faults, command: str | None) -> None:
@@ -105,6 +114,8 @@ class _Checked:
     """Keys that some advice names already: that they are missing need not be reported as well."""
     at_fault: set[Path] = field(default_factory=set[Path])
     """Keys that are left out, so that the rules between the others can be checked."""
+    unknown: set[Path] = field(default_factory=set[Path])
+    """Keys that no section has, and keys without a value."""
 
     def section(self, node: Mapping, section: type[Section], path: Path) -> dict[str, object]:
         known = field_types(section)
@@ -117,6 +128,7 @@ class _Checked:
                     unknown = unknown_key(key, section, path) if is_reported else Unknown(NOT_SHOWN, "", ())
                     self.faults.add(unknown.what, entry.place, unknown.fix)
                     self.meant.update(unknown.meant)
+                    self.unknown.add((*path, key))
                 continue
             annotation = known[key]
             if isinstance(entry.node, Leaf) and entry.node.is_empty:
@@ -161,6 +173,7 @@ class _Checked:
         else:
             return
         self.meant.add(key)
+        self.unknown.add(path)
         self.faults.add(f"{key}: no value", place, fix)
 
 

@@ -9,7 +9,6 @@ import difflib
 import glob
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from memtrain.errors import DataError
 from memtrain.recipes.sections.data import Format, Source, TextUnit
 from memtrain.trainers.data.sources import builtin_arithmetic as arithmetic
 from memtrain.trainers.data.sources.folders import files_in, folders_among, unread_notes
+from memtrain.trainers.data.sources.hub import hub_faults, loading_from_hub
 from memtrain.trainers.data.sources.packed import Digest
 from memtrain.trainers.data.sources.readers import READERS, TEXT, Line, ending, read_file
 
@@ -201,7 +201,7 @@ def hub_stream(source: Source) -> Stream:
     """
     from datasets import load_dataset
 
-    with hub_faults(source):
+    with loading_from_hub(source):
         loaded: Any = load_dataset(source.source, source.name, split=source.split, revision=source.revision)
     return Stream(
         f"hub:{source.source}",
@@ -219,7 +219,7 @@ def hub_streamed(source: Source) -> Stream:
     from datasets import load_dataset
     from huggingface_hub import HfApi
 
-    with hub_faults(source):
+    with loading_from_hub(source, streaming=True):
         revision = HfApi().dataset_info(source.source, revision=source.revision).sha
         loaded: Any = load_dataset(
             source.source, source.name, split=source.split, revision=revision, streaming=True
@@ -234,20 +234,6 @@ def hub_streamed(source: Source) -> Stream:
 
     identity = f"hub:{source.source}:{source.name}:{source.split}:{revision}:streamed"
     return Stream(f"hub:{source.source}", read, lambda: identity, take=take)
-
-
-@contextmanager
-def hub_faults(source: Source) -> Iterator[None]:
-    """Every kind of network, hub and parsing fault as one DataError; its own first line says which."""
-    try:
-        yield
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(
-            f"cannot load '{source.source}' (split '{source.split}') from the Hugging Face hub: {reason}",
-            "data",
-            "check the name and the network; without one, download the files elsewhere and give their path",
-        ) from None
 
 
 def sampled(
