@@ -35,7 +35,7 @@ from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
-from memtrain.trainers.tools.trace.client import RewardModelJob, Traced, reward_model_jobs
+from memtrain.trainers.tools.trace.client import RewardModelJob, Traced, reward_model_jobs, uses_liger
 
 Progress = Callable[[int, int], None]
 
@@ -187,12 +187,16 @@ def answer(
     notes = (*question.notes, note) if note else question.notes
     facts = replace(facts, history=read_history())
     resolved = (resolve if seeks_ways_out else resolved_if_it_fits)(question.asked, facts)
-    if question.presumed and uses_zero(resolved.settings):
-        notes = (
-            *notes,
-            "The plan assumes that DeepSpeed is installed there (pip install 'memtrain[deepspeed]').",
-        )
-    return Answer(question, facts, resolved, notes)
+    used = {
+        "DeepSpeed": ("deepspeed", uses_zero(resolved.settings)),
+        "Liger": ("liger", uses_liger(resolved.settings)),
+    }
+    assumed = tuple(
+        f"The plan assumes that {name} is installed there (pip install 'memtrain[{extra}]')."
+        for name, (extra, is_used) in used.items()
+        if question.presumed and is_used
+    )
+    return Answer(question, facts, resolved, (*notes, *assumed))
 
 
 def everything(made: Answer) -> list[Priced]:

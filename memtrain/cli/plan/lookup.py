@@ -26,7 +26,7 @@ from memtrain.recipes.sections.model import Model
 HUB_TIMEOUT_S = 3.0
 """Longest wait for the hub: its answer is a page of numbers."""
 
-ELSEWHERE = frozenset({"bitsandbytes", "deepspeed", "triton", "vllm"})
+ELSEWHERE = frozenset({"bitsandbytes", "deepspeed", "liger_kernel", "triton", "vllm"})
 """Packages that another machine is taken to have; a plan that needs one of them says so."""
 
 

@@ -21,7 +21,7 @@ from memtrain.recipes.importers.importing import Foreign, Imported, import_confi
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Model
 
-PRESUMED = ELSEWHERE | {"liger_kernel", "flash_attn"}
+PRESUMED = ELSEWHERE | {"flash_attn"}
 """Packages that the other tool had."""
 
 PROMPT = 512

@@ -67,6 +67,10 @@ class DecisionLog:
         """Whether the run can import a package."""
         return package in self.presumed or bool(installed(package))
 
+    def presumes(self, package: str) -> bool:
+        """Whether the run's machine is only taken to have a package, which is not here."""
+        return package in self.presumed and not installed(package)
+
     def refuse(self, what: str, path: str, fix: str) -> None:
         """Note a refusal at a place of the recipe."""
         self.faults.append(Fault(what, self.asked.place(path), fix))

@@ -1,11 +1,13 @@
 """The choice of kernels: fused on CUDA where the family has them, unless Liger's are there."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.rules import ledger as ledger_module
 from memtrain.memory.rules.kernels import decide_kernels
 from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
 from memtrain.recipes.recipe import Recipe
@@ -16,8 +18,14 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "v
 SMALL |= {"intermediate_size": 48}
 
 
-def decided(model_type="qwen3", hardware=GPU, presumed=(), config=None, **model):
-    """(settings, reason of `kernels`, refusals)."""
+@pytest.fixture
+def decided(monkeypatch):
+    return partial(_decided, monkeypatch)
+
+
+def _decided(monkeypatch, model_type="qwen3", hardware=GPU, presumed=(), here=(), config=None, **model):
+    """(settings, reason of `kernels`, refusals). `presumed`: packages of the run's machine; `here`: of this."""
+    monkeypatch.setattr(ledger_module, "installed", lambda package: frozenset({package} & set(here)))
     tiny = {"config": {"model_type": "llama"}, "tokenizer": "builtin:tiny"}
     recipe = Recipe.model_validate(
         {"method": "sft", "model": tiny | model, "data": {"train": ("rows.jsonl",)}}
@@ -37,14 +45,18 @@ def decided(model_type="qwen3", hardware=GPU, presumed=(), config=None, **model)
         ({"hardware": CPU}, False, "transformers", "fused is for CUDA"),
         ({"model_type": "gemma"}, False, "transformers", "gemma has no fused kernels"),
         ({"config": {"hidden_act": "relu2"}}, False, "transformers", "the model by relu2"),
-        ({"presumed": ("liger_kernel",)}, True, "transformers", "Liger has its own"),
-        ({"presumed": ("liger_kernel",), "liger": "off"}, False, "fused", "few kernels"),
-        ({"presumed": ("liger_kernel",), "kernels": "fused"}, False, "fused", "asked for"),
+        ({"here": ("liger_kernel",)}, True, "transformers", "Liger has its own"),
+        ({"here": ("liger_kernel",), "liger": "off"}, False, "fused", "few kernels"),
+        ({"here": ("liger_kernel",), "kernels": "fused"}, False, "fused", "asked for"),
+        ({"presumed": ("liger_kernel",)}, False, "fused", "few kernels"),
+        ({"presumed": ("liger_kernel",), "liger": "on"}, True, "transformers", "Liger has its own"),
+        ({"presumed": ("liger_kernel",), "model_type": "gemma"}, True, "transformers", "gemma has no fused"),
+        ({"presumed": ("liger_kernel",), "hardware": CPU}, False, "transformers", "fused is for CUDA"),
         ({"hardware": CPU, "kernels": "fused"}, False, "fused", "asked for"),
         ({"kernels": "transformers"}, False, "transformers", "asked for"),
     ],
 )
-def test_kernels_follow_device_family_and_liger(changes, liger, kernels, reason):
+def test_kernels_follow_device_family_and_liger(decided, changes, liger, kernels, reason):
     found, told, refusals = decided(**changes)
     assert found == {"liger": liger, "kernels": kernels}
     assert reason in told
@@ -58,6 +70,6 @@ def test_kernels_follow_device_family_and_liger(changes, liger, kernels, reason)
         ({"presumed": ("liger_kernel",), "liger": "on"}, "has its own kernels for the same parts"),
     ],
 )
-def test_fused_kernels_that_cannot_be_are_refused(changes, reason):
+def test_fused_kernels_that_cannot_be_are_refused(decided, changes, reason):
     _, _, refusals = decided(kernels="fused", **changes)
     assert any(reason in one for one in refusals)

@@ -94,7 +94,10 @@ def can_trace(recipe: Recipe, settings: Settings) -> str | None:
     if settings.background_save and settings.device == "cpu":
         return "the copy of a background save is not traced"
     if uses_liger(settings) and (find_spec("liger_kernel") is None or find_spec("triton") is None):
-        return "Liger's own code is traced, and it is not installed here (pip install 'memtrain[liger]')"
+        return (
+            "Liger's own code is traced, and it is not installed here (pip install 'memtrain[liger]', or trace "
+            "with model.liger=off)"
+        )
     return None
 
 
