@@ -8,6 +8,8 @@ import pytest
 
 from memtrain.cli.app import run
 from memtrain.errors import DoesNotFit, LaunchError, RecipeError
+from memtrain.memory.plan.plan import PhasePeak, Prediction
+from memtrain.trainers.tools.trace.client import Traced
 
 LLAMA = """
 method: sft
@@ -173,6 +175,40 @@ def test_the_first_answer_loads_no_torch_and_takes_about_a_second():
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stderr.split()[-1]) < 4.0
+
+
+@pytest.mark.parametrize(
+    ("reserved", "least", "words"),
+    [
+        (
+            17,
+            16,
+            "17.00 GiB reserved (+6.2%; the plan takes +5%), so 18.25 GiB with context and margin: it fits.",
+        ),
+        (24, 16, "more than 23.50 GiB. It fits all the same, in 17.23 GiB"),
+        (24, 23, "and 24.37 GiB at least: it does not fit 23.50 GiB by this trace."),
+    ],
+)
+def test_the_allocators_part_of_a_trace_is_told_against_the_card(
+    recipe, capsys, monkeypatch, reserved, least, words
+):
+    def traced(job):
+        peak = PhasePeak(phase="steady step", num_bytes=16 * 2**30, owners=())
+        told = Prediction(phases=(peak,), method="trace", budget_bytes=None)
+        assert job.is_whole, "a model of 32 layers is traced whole"
+        return Traced(
+            prediction=told, reserved_bytes=reserved * 2**30, least_bytes=least * 2**30, seconds=1.0
+        )
+
+    monkeypatch.setattr("memtrain.trainers.tools.trace.client.traced", traced)
+    asked = ["plan", recipe, "--gpu", "4090", "model.adapter={r: 8}", "--trace"]
+    run(asked)
+    assert words in told(capsys)
+    run([*asked, "--json"])
+    made = json.loads(capsys.readouterr().out)
+    assert made["traced_with_margin_bytes"] == pytest.approx(
+        (reserved + 0.648) * 2**30 * 1.02 + 2**28, rel=1e-3
+    )
 
 
 @pytest.mark.slow

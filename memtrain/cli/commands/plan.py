@@ -113,7 +113,7 @@ def plan(
         typer.echo(json.dumps(solved.as_json(), indent=1) if as_json else solved.text())
         return
     made = answer(question, facts, note)
-    traced, why_not = trace_answer(made, is_whole=explain) if trace else (None, "")
+    traced, why_not = trace_answer(made, is_whole=explain or None) if trace else (None, "")
     if html is not None:
         from memtrain.cli.output.terminal import write_text
         from memtrain.cli.plan.html import page

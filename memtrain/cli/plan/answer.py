@@ -11,13 +11,15 @@ from memtrain.cli.plan.lookup import LookedAt, card_words, facts_without_data, l
 from memtrain.memory.estimate.host_memory import on_disk
 from memtrain.memory.estimate.host_phases import PINNED, STEPS, highest
 from memtrain.memory.estimate.pricing import (
+    MARGIN_BYTES,
+    MARGIN_SHARE,
     PlannerInputs,
     Priced,
     heaviest,
     phases_on_host,
     typical_micro_batch,
 )
-from memtrain.memory.estimate.static import needed
+from memtrain.memory.estimate.static import needed, overhead
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.explain.reasons import gains, left_out
 from memtrain.memory.generation.rollout_time import RolloutTime, rollout_time
@@ -209,8 +211,15 @@ def everything(made: Answer) -> list[Priced]:
     return [*made.resolved.tried, *price_all(rest, case.facts)]
 
 
-def trace_answer(made: Answer, *, is_whole: bool) -> tuple[Traced | None, str]:
-    """(result of a trace of the run's own step, reason of its absence)."""
+MOST_TRACED_LAYERS = 48
+"""Layers up to which a trace goes through all of them: some 0.2 s of processor time for each."""
+
+
+def trace_answer(made: Answer, *, is_whole: bool | None = None) -> tuple[Traced | None, str]:
+    """(result of a trace of the run's own step, reason of its absence).
+
+    `is_whole`: every layer is traced, and the allocator replayed; None: where that takes seconds.
+    """
     from memtrain.errors import LaunchError
     from memtrain.trainers.tools.trace.client import can_trace, job_of, traced
 
@@ -222,6 +231,8 @@ def trace_answer(made: Answer, *, is_whole: bool) -> tuple[Traced | None, str]:
     batch = heaviest(settings, resolved.case.facts)
     _, num_micro_batches = typical_micro_batch(settings, resolved.case.facts)
     passes = passes_batch(resolved)
+    if is_whole is None:
+        is_whole = settings.device == "cuda" and resolved.case.facts.shape.num_layers <= MOST_TRACED_LAYERS
     job = job_of(
         recipe,
         settings,
@@ -237,6 +248,12 @@ def trace_answer(made: Answer, *, is_whole: bool) -> tuple[Traced | None, str]:
         return traced(job), ""
     except LaunchError as error:
         return None, error.faults[0].what
+
+
+def traced_need(made: Answer, reserved_bytes: int) -> int:
+    """Bytes of the device for memory that the allocator reserves: with the device's own, and the margin."""
+    beside = overhead(made.resolved.settings).fixed
+    return round((reserved_bytes + beside) * (1 + MARGIN_SHARE)) + MARGIN_BYTES
 
 
 def figures_words(hardware: Hardware) -> str:
@@ -338,5 +355,8 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
         "notes": list(made.notes),
         "data_was_read": not resolved.case.facts.is_guessed,
         "traced": None if traced is None else traced.model_dump(mode="json"),
+        "traced_with_margin_bytes": None
+        if traced is None or traced.reserved_bytes is None
+        else traced_need(made, traced.reserved_bytes),
         "not_traced": why_not or None,
     }

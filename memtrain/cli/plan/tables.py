@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from memtrain.cli.output.terminal import print_table, print_text, whole
-from memtrain.cli.plan.answer import Answer, everything, figures_words, host_json
+from memtrain.cli.plan.answer import Answer, everything, figures_words, host_json, traced_need
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Priced
 from memtrain.memory.estimate.static import overhead
 from memtrain.memory.explain.reasons import gains, left_out, time_words
@@ -275,18 +275,36 @@ def print_traced(made: Answer, traced: Traced | None, why_not: str, *, explain: 
     waiting = [f"{owner} {gib(size)}" for owner, size in traced.host_bytes.items() if size]
     if waiting:
         print_text(f"In host memory meanwhile: {', '.join(waiting)}.")
+    if traced.reserved_bytes is not None and traced.least_bytes is not None:
+        print_text(allocator_words(made, traced.reserved_bytes, traced.least_bytes, found.peak.num_bytes))
     if not explain:
         return
     typer.echo()
     print_table(*owner_table(found, resolved.plain))
     typer.echo()
     print_text(verdict(resolved.settings, found))
-    if traced.reserved_bytes is not None:
-        share = traced.reserved_bytes / found.peak.num_bytes - 1
-        print_text(
-            "Replayed through the model of CUDA's caching allocator: "
-            f"{gib(traced.reserved_bytes)} reserved ({share:+.1%})."
+
+
+def allocator_words(made: Answer, reserved: int, least: int, live: int) -> str:
+    """The allocator's part as its rules make it of the traced step, and whether the card holds it.
+
+    `reserved`: bytes where nothing limits it; `least`: bytes that it can do with; `live`: of tensors.
+    """
+    settings, budget = made.resolved.settings, made.resolved.prediction.budget_bytes or 0
+    need, most = traced_need(made, reserved), traced_need(made, least)
+    words = (
+        f"Replayed by the rules of CUDA's caching allocator: {gib(reserved)} reserved "
+        f"({reserved / live - 1:+.1%}; the plan takes {overhead(settings).slack:+.0%}), so {gib(need)} with "
+        "context and margin"
+    )
+    if need <= budget:
+        return f"{words}: it fits."
+    if most <= budget:
+        return (
+            f"{words}, more than {gib(budget)}. It fits all the same, in {gib(most)}: the allocator gives "
+            "cached blocks back when it needs them, which stops the device each time."
         )
+    return f"{words}, and {gib(most)} at least: it does not fit {gib(budget)} by this trace."
 
 
 def why_words(one: Decision) -> str:

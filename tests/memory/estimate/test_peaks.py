@@ -110,7 +110,7 @@ def test_the_step_of_transformers_holds_fourteen_bytes_a_logit_and_the_roots_of_
     assert at_the_step == pytest.approx(5 * 2 * LLAMA8.num_parameters, rel=0.001)
 
 
-def test_every_communicator_is_counted_and_the_allocator_without_segments_keeps_more():
+def test_every_communicator_is_counted():
     def beside(**changes: Any) -> float:
         return overhead(make(**changes)).communication / COMMUNICATION_BYTES
 
@@ -120,7 +120,6 @@ def test_every_communicator_is_counted_and_the_allocator_without_segments_keeps_
     assert beside(num_processes=8, engine="zero3") == 2
     assert beside(num_processes=8, device="cpu") == 0
     assert 0.544e9 <= COMMUNICATION_BYTES <= 0.689e9
-    assert overhead(make(expandable_segments=False)).slack >= 2 * overhead(make()).slack
 
 
 def test_what_a_plain_llama_layer_keeps_is_the_sum_written_out_by_hand():

@@ -24,7 +24,7 @@ def decided(monkeypatch):
 
 
 def _decided(monkeypatch, model_type="qwen3", hardware=GPU, presumed=(), here=(), config=None, **model):
-    """(settings, reason of `kernels`, refusals). `presumed`: packages of the run's machine; `here`: of this."""
+    """(settings, reason of `kernels`, refusals). `presumed`: packages there; `here`: of this machine."""
     monkeypatch.setattr(ledger_module, "installed", lambda package: frozenset({package} & set(here)))
     tiny = {"config": {"model_type": "llama"}, "tokenizer": "builtin:tiny"}
     recipe = Recipe.model_validate(

@@ -72,6 +72,8 @@ class Traced(Section):
     prediction: Prediction
     reserved_bytes: int | None
     """Memory that CUDA's caching allocator would reserve for the same allocations; None unless `is_whole`."""
+    least_bytes: int | None = None
+    """The least that it can do with, by giving cached blocks back in time; None unless `is_whole`."""
     host_bytes: dict[str, int] = {}
     """Bytes that wait in the host's memory, by owner (CUDA)."""
     seconds: float
@@ -95,8 +97,8 @@ def can_trace(recipe: Recipe, settings: Settings) -> str | None:
         return "the copy of a background save is not traced"
     if uses_liger(settings) and (find_spec("liger_kernel") is None or find_spec("triton") is None):
         return (
-            "Liger's own code is traced, and it is not installed here (pip install 'memtrain[liger]', or trace "
-            "with model.liger=off)"
+            "Liger's own code is traced, and it is not installed here (pip install 'memtrain[liger]', or "
+            "trace with model.liger=off)"
         )
     return None
 

@@ -14,7 +14,7 @@ garbage collection threshold, no max_split_size, no power-of-two rounding: the d
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memtrain.memory.plan.units import MIB, round_up
@@ -287,7 +287,7 @@ def replay(
 
 
 def smallest_capacity(
-    events: list[tuple[int, int]],
+    events: Sequence[tuple[int, int]],
     *,
     expandable: bool = True,
     without_retries: bool = False,

@@ -7,7 +7,7 @@ import time
 
 from memtrain.memory.plan.plan import Prediction
 from memtrain.trainers.tools.trace.client import Traced, TraceJob
-from memtrain.trainers.tools.trace.cuda_allocator import replay
+from memtrain.trainers.tools.trace.cuda_allocator import replay, smallest_capacity
 from memtrain.trainers.tools.trace.extrapolate import predict_by_trace
 from memtrain.trainers.tools.trace.trace import Job
 
@@ -27,12 +27,15 @@ def answer(asked: TraceJob) -> Traced:
         teacher=asked.teacher,
     )
     found = predict_by_trace(job, is_whole=asked.is_whole)
-    reserved = None
+    reserved = least = None
     if found.recorder is not None and asked.settings.device == "cuda":
-        reserved = replay(found.recorder.events, expandable=asked.settings.expandable_segments).peak_reserved
+        events, expandable = found.recorder.events, asked.settings.expandable_segments
+        reserved = replay(events, expandable=expandable).peak_reserved
+        least = smallest_capacity(events, expandable=expandable)
     return Traced(
         prediction=Prediction(phases=found.phases, method="trace", budget_bytes=None),
         reserved_bytes=reserved,
+        least_bytes=least,
         host_bytes=dict(found.host),
         seconds=time.perf_counter() - started,
     )

@@ -1,16 +1,52 @@
 """The caching allocator, step by step by hand, and what holds for every sequence."""
 
+import re
+from pathlib import Path
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrain.memory.plan.units import MIB
+from memtrain.trainers.tools.trace import cuda_allocator
 from memtrain.trainers.tools.trace.cuda_allocator import (
     CachingAllocator,
     OutOfCapacity,
     replay,
     smallest_capacity,
 )
+
+CONSTANTS = {
+    "kMinBlockSize": "ROUND_BLOCK",
+    "kSmallSize": "SMALL",
+    "kSmallBuffer": "SMALL_SEGMENT",
+    "kMinLargeAlloc": "MIN_OWN_SEGMENT",
+    "kRoundLarge": "ROUND_SEGMENT",
+}
+"""torch's names of the sizes, in the headers that it ships, and ours."""
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_sizes_are_those_of_torchs_own_header(name):
+    headers = Path(torch.__file__).parent / "include" / "c10"
+    files = ("core/AllocatorConfig.h", "cuda/CUDACachingAllocator.h", "cuda/CUDAAllocatorConfig.h")
+    text = "".join((headers / file).read_text() for file in files if (headers / file).is_file())
+    found = re.search(rf"constexpr size_t {name} = (\d+);", text)
+    if found is None:
+        pytest.skip(f"torch {torch.__version__} ships no header with {name}")
+    assert int(found.group(1)) == getattr(cuda_allocator, CONSTANTS[name])
+
+
+def test_a_cache_that_grows_by_a_token_leaves_every_size_behind_without_segments():
+    """Source: generation with a cache that is concatenated anew for each token, the best known case."""
+    events, size = [(0, 30 * MIB)], 30 * MIB
+    for step in range(1, 11):
+        size += 2 * MIB
+        events += [(step, size), (step - 1, 0)]
+    live = max(2 * size - 2 * MIB, 0)
+    assert replay(events, expandable=True).peak_reserved <= live + size
+    assert replay(events, expandable=False).peak_reserved > 3 * live
 
 
 def native(capacity=None):
