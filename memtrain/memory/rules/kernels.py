@@ -23,8 +23,11 @@ def decide_kernels(
 
 
 def _uses_liger(ledger: DecisionLog, hardware: Hardware, *, has_fused: bool) -> bool:
-    """Where nobody says: Liger's on a GPU that has them. On another machine, which only may have them, fused
-    kernels come first: these keep as little, are as fast (by arithmetic, within 2 %) and need no package."""
+    """Whether Liger's kernels are used; where nobody says, on a GPU that has them.
+
+    On another machine, which only may have them, fused kernels come first: these keep as little, are as fast
+    (by arithmetic, within 2 %) and need no package.
+    """
     wanted = ledger.asked.recipe.model.liger
     if wanted == "off":
         ledger.decide("liger", False, "", "model.liger")
