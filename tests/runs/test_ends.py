@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from memtrain.errors import LaunchError, ResumeError
 from memtrain.trainers.loop import finish
@@ -53,8 +55,12 @@ def test_a_temperature_without_do_sample_is_saved_and_exported_with_it(runs, own
     assert notes == ["generation_config.json has temperature and no do_sample; saved with do_sample: true"]
     from memtrain.trainers.tools.export import export_run
 
-    made = json.loads((export_run(folder).folder / "generation_config.json").read_text())
+    exported = export_run(folder)
+    made = json.loads((exported.folder / "generation_config.json").read_text())
     assert made["do_sample"] is True
+    assert exported.why_whole == "", "Its weights were read one by one."
+    found, expected = (load_file(one / "model.safetensors") for one in (exported.folder, folder / "final"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_value_that_transformers_refuses_goes_back_to_its_default_and_is_told(runs, own_model, metrics):

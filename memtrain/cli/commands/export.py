@@ -33,6 +33,8 @@ def export(
     print_text(
         f"The {kind} after step {made.step} is in {made.folder} ({made.dtype}, {made.num_files} {files})."
     )
+    if made.why_whole:
+        print_text(f"The host held the whole model: {made.why_whole}.")
 
 
 def _bytes_of(size: str) -> int:

@@ -44,8 +44,8 @@ def fill_from_pieces(
     missing = {name: len(stretch) for name, stretch in wanted.items()}
     with torch.no_grad():
         for file in files_of(checkpoint, part + PIECES):
-            saved = load_state(checkpoint.part(file))
-            for name in saved.keys() & tensors.keys():
+            saved = load_state(checkpoint.part(file), tensors.keys())
+            for name in saved:
                 own = local_of(tensors[name]) if world > 1 else tensors[name]
                 piece = saved[name]
                 missing[name] -= _copy(piece["numbers"], piece["first"], own.view(-1), wanted[name].start)

@@ -31,7 +31,10 @@ def fill_from(
     world: int,
     may_hold_more: bool = False,
 ) -> None:
-    """Fill each tensor with its saved rows, in place: the rows of shard `rank` of `world` (0 of 1 is all)."""
+    """Fill each tensor with its saved rows, in place: the rows of shard `rank` of `world` (0 of 1 is all).
+
+    `may_hold_more`: the checkpoint has other weights as well, which are not read.
+    """
     if has_pieces(checkpoint, part):
         fill_from_pieces(checkpoint, part, tensors, rank=rank, world=world)
         return
@@ -41,7 +44,7 @@ def fill_from(
             shapes = {key: tensor.shape for key, tensor in tensors.items()}
             if not _has_any(shapes, number, len(files), rank, world):
                 continue
-            saved = load_state(checkpoint.part(name))
+            saved = load_state(checkpoint.part(name), tensors.keys() if may_hold_more else None)
             is_whole = saved.keys() == tensors.keys() or (may_hold_more and saved.keys() >= tensors.keys())
             assert is_whole, "A checkpoint of this recipe has the weights that it trains."
             for key, tensor in tensors.items():

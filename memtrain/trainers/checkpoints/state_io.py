@@ -8,10 +8,11 @@ memory for the largest tensor only, and not for all of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from memtrain.trainers.runtime.safetensors_header import DTYPES
+from memtrain.trainers.runtime.safetensors_writer import write_bytes
 
 State = Any
 """None, bool, int, float, str, tensor, numpy array; and lists, tuples and mappings of them."""
@@ -50,17 +52,22 @@ def save_state(state: State, path: Path, *, root: str = "") -> None:
     path.with_name(path.name + ".json").write_text(json.dumps(structure))
 
 
-def load_state(path: Path) -> State:
+def load_state(path: Path, only: AbstractSet[str] | None = None) -> State:
     """The state that `save_state` wrote, equal bit for bit, tensors on the CPU.
+
+    `only`: of a mapping, these entries; nothing of the others is read.
 
     Raises: OSError, ValueError or safetensors' own error when the files are not what `save_state` writes;
     a checkpoint's checksums are verified before it is loaded.
     """
     structure = json.loads(path.with_name(path.name + ".json").read_text())
     with safe_open(path.with_name(path.name + ".safetensors"), "pt", device="cpu") as file:
+        if only is not None:
+            structure["dict"] = [[key, item] for key, item in structure["dict"] if key in only]
+        wanted = _names_in(structure)
         # Cloned, because a view of the mapped file is not aligned for vector instructions: sums over it would
         # be taken in another order than in the uninterrupted run.
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys() if name in wanted}  # noqa: SIM118
     return _put_together(structure, tensors)
 
 
@@ -128,13 +135,18 @@ def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     with open(path, "wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
-        _write_bytes((tensor for _, tensor in ordered), file)
+        for _, tensor in ordered:
+            write_bytes(tensor, file)
 
 
-def _write_bytes(tensors: Iterable[Tensor], file: BinaryIO) -> None:
-    for tensor in tensors:
-        flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        file.write(flat.view(torch.uint8).numpy().data)
+def _names_in(node: Any) -> set[str]:
+    """Names of the tensors of a structure."""
+    if isinstance(node, list):
+        return {name for item in node for name in _names_in(item)}
+    if not isinstance(node, dict):
+        return set()
+    ((kind, inside),) = node.items()
+    return {inside} if kind in ("tensor", "array") else _names_in(inside)
 
 
 def _put_together(node: Any, tensors: Mapping[str, Tensor]) -> State:

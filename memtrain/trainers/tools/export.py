@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from peft import PeftModel
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from memtrain.errors import LaunchError, ResumeError
+from memtrain.errors import ResumeError
 from memtrain.memory.plan.plan import PLAN_FILE, Plan, read_plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.build.components import build_model
@@ -19,10 +21,13 @@ from memtrain.trainers.checkpoints.row_shards import fill_from
 from memtrain.trainers.data.store.token_store import META_FILE, TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.model.heads.reward_head import head_of_rewards
+from memtrain.trainers.model.loading.lazy_save import LazyWeights, lazy_weights
 from memtrain.trainers.model.loading.load import DTYPES
 from memtrain.trainers.model.loading.save import MOST_BYTES, refuse_to_overwrite, save_final
+from memtrain.trainers.model.loading.sharded_init import NeedsWhole, kept_in_parts, kept_of
 from memtrain.trainers.online.rewards.reading import reading_of, write_reading
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.tools.merge import known_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,8 @@ class Exported:
     num_files: int
     """Files of weights."""
     is_adapter: bool
+    why_whole: str = ""
+    """Reason why the host held the whole model, where it did."""
 
 
 @torch.no_grad()
@@ -48,8 +55,9 @@ def export_run(
 ) -> Exported:
     """Write `output` (`run/export` when not given): the model of the newest checkpoint, or of `step`'s.
 
-    Works on the CPU, without the engine that trained it; the host holds the whole model once. An adapter
-    stays one. Weights are rounded once to `dtype` (the run's own when not given). The run is not touched.
+    Works on the CPU, without the engine that trained it; the host holds one module at a time, where
+    `why_whole` does not say otherwise. An adapter stays one. Weights are rounded once to `dtype` (the run's
+    own when not given). The run is not touched.
 
     Raises: LaunchError when there is no plan or `output` holds something; ResumeError when there is no sound
     checkpoint of that step.
@@ -57,22 +65,30 @@ def export_run(
     plan = read_plan(run / PLAN_FILE)
     output = output or run / "export"
     refuse_to_overwrite(output)
-    to = dtype or plan.settings.dtype
-    if to not in DTYPES:
-        raise LaunchError(
-            f"unknown precision of weights: {to}", "--dtype", f"give one of {', '.join(DTYPES)}"
-        )
+    to = known_dtype(dtype or plan.settings.dtype)
     checkpoint = _checkpoint(RunFolder(run), step)
     tokenizer = tokenizer_of(plan.recipe.model)
-    model = build_model(_on_host(plan), vocab_size=len(tokenizer))
-    if METHODS[plan.recipe.method].head == "score":
-        head_of_rewards(_base(model)).float()
-    # A checkpoint names weights as the scorer does, which holds the model; PPO's holds a value head besides.
-    trained = {f"model.{name}": p for name, p in model.named_parameters() if p.requires_grad}
-    fill_from(checkpoint, "weights", trained, rank=0, world=1, may_hold_more=True)
-    if not isinstance(model, PeftModel):
-        model = model.to(DTYPES[to])  # pyright: ignore[reportArgumentType]
-    save_final(model, tokenizer, output, max_shard_bytes=max_shard_bytes)
+
+    def built() -> PreTrainedModel | PeftModel:
+        """The model of the plan; its trained weights are still to be read."""
+        made = build_model(_on_host(plan), vocab_size=len(tokenizer))
+        if METHODS[plan.recipe.method].head == "score":
+            head_of_rewards(_base(made)).float()
+        return made
+
+    why_whole = ""
+    try:
+        with kept_in_parts(lambda shape: range(0)):
+            model = built()
+        state = _state(model, checkpoint, DTYPES[to])
+        save_final(model, tokenizer, output, state, max_shard_bytes=max_shard_bytes)
+    except NeedsWhole as error:
+        why_whole = str(error)
+        model = built()
+        fill_from(checkpoint, "weights", _trained(model), rank=0, world=1, may_hold_more=True)
+        if not isinstance(model, PeftModel):
+            model = model.to(DTYPES[to])  # pyright: ignore[reportArgumentType]
+        save_final(model, tokenizer, output, max_shard_bytes=max_shard_bytes)
     if METHODS[plan.recipe.method].head == "score" and (Path(plan.data.train.folder) / META_FILE).is_file():
         write_reading(reading_of(TokenStore.open(plan.data.train.folder).meta), output)
     return Exported(
@@ -81,7 +97,49 @@ def export_run(
         "float32" if isinstance(model, PeftModel) else to,
         len(list(output.glob("*.safetensors"))),
         isinstance(model, PeftModel),
+        why_whole,
     )
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trained weights by their names in a checkpoint: as the scorer has them, which holds the model.
+
+    PPO's has a value head besides.
+    """
+    return {f"model.{name}": p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _state(
+    model: PreTrainedModel | PeftModel, checkpoint: Checkpoint, dtype: torch.dtype
+) -> Mapping[str, Tensor] | LazyWeights:
+    """The weights of a model without data: an adapter's own, or all, read as they are written.
+
+    Raises: NeedsWhole where one was not trained, and is in no file.
+    """
+    trained = _trained(model)
+
+    def read(names: Iterable[str]) -> dict[str, Tensor]:
+        """Trained weights of the checkpoint."""
+        made = {f"model.{name}": torch.empty_like(trained[f"model.{name}"], device="cpu") for name in names}
+        fill_from(checkpoint, "weights", made, rank=0, world=1, may_hold_more=True)
+        return {name.removeprefix("model."): tensor for name, tensor in made.items()}
+
+    if isinstance(model, PeftModel):
+        return read(name.removeprefix("model.") for name in trained)
+    kept, frozen = kept_of(model), {name for name, p in model.named_parameters() if not p.requires_grad}
+    if any(kept[name].here is not None for name in frozen):
+        raise NeedsWhole("random weights that were not trained are drawn together")
+    plain = model.to(dtype)  # pyright: ignore[reportArgumentType]
+
+    def make(names: Sequence[str]) -> dict[str, Tensor]:
+        """Weights as the checkpoint has them, or their files where they are frozen."""
+        made = read(name for name in names if name not in frozen)
+        for name in frozen.intersection(names):
+            shape = kept[name].shape
+            made[name] = kept[name].numbers(range(shape.numel())).view(shape)
+        return {name: tensor.to(dtype) for name, tensor in made.items()}
+
+    return lazy_weights(plain, make)
 
 
 def _on_host(plan: Plan) -> Plan:

@@ -1,14 +1,16 @@
-"""A run's adapter folded into the weights it was trained on, as a full model."""
+"""A run's adapter folded into the weights it was trained on, as a full model, a module at a time."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
@@ -16,9 +18,11 @@ from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 from memtrain.trainers.model.loading.adapters import load_adapter
+from memtrain.trainers.model.loading.lazy_save import LazyWeights, lazy_weights
 from memtrain.trainers.model.loading.load import DTYPES, load_model
 from memtrain.trainers.model.loading.locate import ADAPTER_FILE
 from memtrain.trainers.model.loading.save import refuse_to_overwrite, save_final, stop_at
+from memtrain.trainers.model.loading.sharded_init import NeedsWhole, kept_in_parts, kept_of
 from memtrain.trainers.online.rewards.reading import READING_FILE
 from memtrain.trainers.run_folder.folder import RunFolder
 
@@ -33,13 +37,16 @@ class Merged:
     """Modules whose weight took an update in."""
     was_quantized: str
     """`4bit` or `8bit` when the adapter was trained on quantized weights; the full ones were merged."""
+    why_whole: str = ""
+    """Reason why the host held the whole model, where it did."""
 
 
 def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -> Merged:
     """Write `output` (`run/merged` when not given): the base model of a run with its adapter folded in.
 
-    Works on the CPU. Weights are taken as the run had them (its dtype, unquantized), the update is added in
-    float32, and the sum is rounded once, to `dtype` (the run's own when not given). The run is not touched.
+    Works on the CPU, which holds one module at a time, where `why_whole` does not say otherwise. Weights are
+    taken as the run had them (its dtype, unquantized), the update is added in float32, and the sum is rounded
+    once, to `dtype` (the run's own when not given). The run is not touched.
 
     Source: W + scale * B A, arXiv:2106.09685, section 4.1; rounding: TRL issue 6688 (merging in bfloat16
     drifts).
@@ -57,33 +64,49 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
         )
     output = output or run / "merged"
     refuse_to_overwrite(output)
-    to = dtype or plan.settings.dtype
-    if to not in DTYPES:
-        raise LaunchError(
-            f"unknown precision of weights: {to}", "--dtype", f"give one of {', '.join(DTYPES)}"
-        )
+    to = known_dtype(dtype or plan.settings.dtype)
     tokenizer = load_tokenizer(str(folder.final))
     settings = plan.settings.model_copy(
         update={"device": "cpu", "quantize": "none", "attention": "transformers"}
     )
-    head = METHODS[plan.recipe.method].head
-    seed = plan.recipe.train.seed
-    base = load_model(
-        plan.recipe.model,
-        settings,
-        seed=seed,
-        vocab_size=len(tokenizer),
-        head=head,
-        drawn_on=plan.settings.device,
-    )
-    if plan.data.turn_end is not None:
-        stop_at(base, plan.data.turn_end.token_id)
-    adapted = load_adapter(base, str(folder.final))
-    model, num_modules = fold(adapted, DTYPES[to])
-    save_final(model, tokenizer, output)
+
+    def base() -> PreTrainedModel:
+        """The model that the adapter was trained on."""
+        made = load_model(
+            plan.recipe.model,
+            settings,
+            seed=plan.recipe.train.seed,
+            vocab_size=len(tokenizer),
+            head=METHODS[plan.recipe.method].head,
+            drawn_on=plan.settings.device,
+        )
+        if plan.data.turn_end is not None:
+            stop_at(made, plan.data.turn_end.token_id)
+        return made
+
+    why_whole = ""
+    try:
+        with kept_in_parts(lambda shape: range(shape.numel())):
+            empty = base()
+        model, num_modules, weights = fold_by_module(empty, str(folder.final), DTYPES[to])
+        save_final(model, tokenizer, output, weights)
+    except NeedsWhole as error:
+        why_whole = str(error)
+        model, num_modules = fold(load_adapter(base(), str(folder.final)), DTYPES[to])
+        save_final(model, tokenizer, output)
     if (folder.final / READING_FILE).is_file():
         shutil.copy(folder.final / READING_FILE, output)
-    return Merged(output, to, num_modules, plan.settings.quantize if plan.settings.quantize != "none" else "")
+    was_quantized = plan.settings.quantize if plan.settings.quantize != "none" else ""
+    return Merged(output, to, num_modules, was_quantized, why_whole)
+
+
+def known_dtype(name: str) -> str:
+    """`name`. Raises: LaunchError where it is no precision of weights."""
+    if name not in DTYPES:
+        raise LaunchError(
+            f"unknown precision of weights: {name}", "--dtype", f"give one of {', '.join(DTYPES)}"
+        )
+    return name
 
 
 @torch.no_grad()
@@ -92,15 +115,70 @@ def fold(adapted: PeftModel, dtype: torch.dtype) -> tuple[PreTrainedModel, int]:
 
     One layer at a time is float32, so that the host holds little more than the model itself.
     """
-    layers = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
+    layers = _adapted_layers(adapted)
     for layer in layers:
-        base = layer.get_base_layer()
-        base.to(torch.float32)
-        layer.merge(safe_merge=True)  # pyright: ignore[reportCallIssue] every kind of LoRA layer has it
-        base.to(dtype)
+        _add_update(layer, dtype)
+    return _unloaded(adapted, dtype), len(layers)
+
+
+@torch.no_grad()
+def fold_by_module(
+    base: PreTrainedModel, adapter: str, dtype: torch.dtype
+) -> tuple[PreTrainedModel, int, LazyWeights]:
+    """The same of a model without data and a folder or hub id: its weights are made as they are written.
+
+    Raises: NeedsWhole where a weight cannot be made without the others.
+    """
+    kept = kept_of(base)
+    adapted = load_adapter(base, adapter)
+    layers = _adapted_layers(adapted)
+    # A sum with weights without data would be a sum with nothing, and no error.
+    unread = [name for name, p in adapted.named_parameters() if p.is_meta and "lora_" in name]
+    assert not unread, f"{', '.join(unread)} were not read."
+    of_module: dict[int, list[LoraLayer]] = {}
+    for layer in layers:
+        of_module.setdefault(id(layer.get_base_layer()), []).append(layer)
+    model = _unloaded(adapted, dtype)
+
+    def make(names: Sequence[str]) -> dict[str, Tensor]:
+        """Weights of one module."""
+        module = model.get_submodule(names[0].rpartition(".")[0])
+        last = {name.rpartition(".")[2]: name for name in names}
+        held = {one: module.get_parameter(one) for one in last}
+        for one, name in last.items():
+            if held[one].is_meta:
+                numbers = kept[name].numbers(range(held[one].numel())).view(held[one].shape)
+                module._parameters[one] = nn.Parameter(numbers, requires_grad=False)
+        for layer in of_module.get(id(module), []):
+            _add_update(layer, dtype)
+        made = {name: module.get_parameter(one).detach().to(dtype) for one, name in last.items()}
+        module._parameters.update(held)
+        return made
+
+    weights = lazy_weights(model, make)
+    written = {id(model.get_submodule(group[0].rpartition(".")[0])) for group in weights.groups}
+    if not set(of_module) <= written:
+        raise NeedsWhole("an adapter changes weights that are tied to others")
+    return model, len(layers), weights
+
+
+def _adapted_layers(adapted: PeftModel) -> list[LoraLayer]:
+    return [module for module in adapted.modules() if isinstance(module, LoraLayer)]
+
+
+def _add_update(layer: LoraLayer, dtype: torch.dtype) -> None:
+    """Add the update to the layer's weights, in float32, and round the sum."""
+    base = layer.get_base_layer()
+    base.to(torch.float32)
+    layer.merge(safe_merge=True)  # pyright: ignore[reportCallIssue] every kind of LoRA layer has it
+    base.to(dtype)
+
+
+def _unloaded(adapted: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model inside in `dtype`, without its adapter; untied where the head was trained apart."""
     model = adapted.unload()
     assert isinstance(model, PreTrainedModel), "A run adapts a transformers model."
     head = model.get_output_embeddings()
     if head is not None and head.weight is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False
-    return model.to(dtype), len(layers)  # pyright: ignore[reportArgumentType]
+    return model.to(dtype)  # pyright: ignore[reportArgumentType]

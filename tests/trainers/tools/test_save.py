@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_utils
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_utils
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import Plan, Prediction, PreparedData, PreparedSplit
@@ -21,10 +21,11 @@ from memtrain.recipes.sections.data import Data
 from memtrain.recipes.sections.model import Adapter, Model
 from memtrain.trainers.checkpoints.state_io import save_state
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
-from memtrain.trainers.model.loading.adapters import add_adapter
+from memtrain.trainers.model.loading.adapters import add_adapter, load_adapter
 from memtrain.trainers.model.loading.load import load_model
 from memtrain.trainers.model.loading.save import save_final
-from memtrain.trainers.tools.merge import fold, merge_run
+from memtrain.trainers.model.loading.sharded_init import NeedsWhole, kept_in_parts
+from memtrain.trainers.tools.merge import fold, fold_by_module, merge_run
 
 TinyModel = Callable[..., Any]
 SETTINGS = Settings(
@@ -246,3 +247,75 @@ def test_the_files_of_a_saved_model_share_one_mode(tiny_llama: TinyModel, tmp_pa
     plain.touch()
     modes = {path.stat().st_mode for path in (tmp_path / "final").iterdir()}
     assert modes == {plain.stat().st_mode}
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    """The bytes of a folder's files of weights, and of their index."""
+    return {file.name: file.read_bytes() for file in folder.glob("model*")}
+
+
+STACKS = ("experts.gate_up_proj", "experts.down_proj")
+MIXTURE = {
+    "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_experts": 4,
+    "vocab_size": 40, "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8, "pad_token_id": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "is_tied", "adapter"),
+    [
+        ("llama", True, Adapter(r=2)),
+        ("llama", True, Adapter(r=2, modules_to_save=("lm_head",))),
+        ("qwen2", False, Adapter(kind="dora", r=2, target_modules=("q_proj", "up_proj"))),
+        ("gpt2", True, Adapter(r=2, target_modules=("c_attn", "wte"))),
+        (
+            "qwen3_moe",
+            False,
+            Adapter(r=2, target_modules=("q_proj",), target_parameters=STACKS),
+        ),
+    ],
+)  # fmt: skip
+def test_merging_module_by_module_writes_the_bytes_of_merging_the_whole(
+    tmp_path: Path, family: str, is_tied: bool, adapter: Adapter
+):
+    """Biases, tied and untied heads, weights of another shape in their files, and stacks of experts."""
+    torch.manual_seed(1)
+    widths = {key: value for key, value in MIXTURE.items() if family == "qwen3_moe" or "moe" not in key}
+    config = AutoConfig.for_model(family, **widths, tie_word_embeddings=is_tied)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base", max_shard_size="8KB")
+    tokenizer = load_tokenizer("builtin:tiny")
+    save_final(trained(base, adapter), tokenizer, tmp_path / "adapter")
+
+    def loaded() -> Any:
+        return load_model(Model(path=str(tmp_path / "base")), SETTINGS, seed=0, vocab_size=40)
+
+    whole, num_modules = fold(load_adapter(loaded(), str(tmp_path / "adapter")), torch.float16)
+    save_final(whole, tokenizer, tmp_path / "whole", max_shard_bytes=5000)
+    with kept_in_parts(lambda shape: range(shape.numel())):
+        empty = loaded()
+    model, number, weights = fold_by_module(empty, str(tmp_path / "adapter"), torch.float16)
+    assert number == num_modules
+    assert all(p.is_meta or name == "lm_head.weight" for name, p in model.named_parameters())
+    save_final(model, tokenizer, tmp_path / "apart", weights, max_shard_bytes=5000)
+    assert len(written(tmp_path / "whole")) > 2
+    assert written(tmp_path / "apart") == written(tmp_path / "whole")
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "apart" / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
+def test_an_adapter_on_a_tied_weight_is_merged_in_the_whole_model(tmp_path: Path, tiny_llama: TinyModel):
+    """Of the head that is the embedding nothing is written, so that a module alone would lose its update."""
+    base = tiny_llama(tie_word_embeddings=True)
+    base.save_pretrained(tmp_path / "base")
+    save_final(
+        trained(base, Adapter(r=2, target_modules=("lm_head",))),
+        load_tokenizer("builtin:tiny"),
+        tmp_path / "adapter",
+    )
+    with kept_in_parts(lambda shape: range(shape.numel())):
+        empty = load_model(Model(path=str(tmp_path / "base")), SETTINGS, seed=0, vocab_size=40)
+    with pytest.raises(NeedsWhole, match="tied to others"):
+        fold_by_module(empty, str(tmp_path / "adapter"), torch.float32)

@@ -8,12 +8,15 @@ float32 copy of a layer's input is made or kept (PEFT's own way makes one for ev
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, PeftType, get_peft_model
-from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -93,13 +96,20 @@ def _round_to(model: nn.Module, dtype: torch.dtype) -> None:
 def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
     """`model` with the trained adapter of a folder or hub id, frozen; modules saved beside it are its own.
 
+    Where the model has no data, the adapter has its own all the same.
+
     Raises: LaunchError when the adapter does not fit the model, or is neither LoRA nor DoRA.
     """
     with warnings.catch_warnings():
         # PEFT up to 0.21 reads the name that transformers 5.23 renamed.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.* is deprecated")
+        is_empty = model.device.type == "meta"
+        place = "cpu" if is_empty else str(model.device)
         try:
-            adapted = PeftModel.from_pretrained(model, adapter, torch_device=str(model.device))
+            with _staying_where_read() if is_empty else nullcontext():
+                adapted = PeftModel.from_pretrained(
+                    model, adapter, torch_device=place, low_cpu_mem_usage=is_empty
+                )
         except (RuntimeError, ValueError, OSError) as error:
             raise LaunchError(
                 f"the adapter {adapter} does not fit the model: {str(error).splitlines()[0]}",
@@ -116,6 +126,23 @@ def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
         )
     compute_in_input_dtype(adapted)
     return adapted.eval()
+
+
+@contextmanager
+def _staying_where_read() -> Iterator[None]:
+    """Adapters that are read inside have their data, also beside weights that have none.
+
+    PEFT 0.21 moves what it has read to the device of the weights, `meta` too.
+    """
+    movers: list[Any] = [BaseTunerLayer, ParamWrapper]
+    moves = [one._move_adapter_to_device_of_base_layer for one in movers]
+    for one in movers:
+        one._move_adapter_to_device_of_base_layer = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for one, move in zip(movers, moves, strict=True):
+            one._move_adapter_to_device_of_base_layer = move
 
 
 def compute_in_input_dtype(model: nn.Module) -> None:

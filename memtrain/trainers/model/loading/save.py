@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.loading.generation_config import storable
+from memtrain.trainers.model.loading.lazy_save import LazyWeights, write_weights
 from memtrain.trainers.model.loading.link_weights import linking
 from memtrain.trainers.model.loading.scoring_pad import scores_sequences, with_scoring_pad
 from memtrain.trainers.runtime.atomic_files import disk_fault, share_one_mode, system_errors
@@ -36,7 +37,7 @@ def save_final(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    state: Mapping[str, Tensor] | None = None,
+    state: Mapping[str, Tensor] | LazyWeights | None = None,
     *,
     max_shard_bytes: int = MOST_BYTES,
     saved: Path | None = None,
@@ -44,9 +45,10 @@ def save_final(
     """Write `folder`: safetensors, config, generation config and tokenizer; or the adapter with its
     tokenizer.
 
-    `state`: whole weights by name, where the model has only some rows of them. A full model is written in
-    files of at most `max_shard_bytes`, with an index where there are several. `saved`: weights of a
-    checkpoint with the values of the model now; they are linked where names match (`link_weights`).
+    `state`: whole weights by name, where the model has only some rows of them, or weights that are made as
+    they are written, where a full model has no data. A full model is written in files of at most
+    `max_shard_bytes`, with an index where there are several. `saved`: weights of a checkpoint with the values
+    of the model now; they are linked where names match (`link_weights`).
 
     The folder is whole or, after a kill, not there: it is written beside and renamed. One that is there
     already is replaced. The special tokens that the model's configuration leaves open are the tokenizer's;
@@ -62,7 +64,8 @@ def save_final(
     if scores_sequences(whole):
         tokenizer = with_scoring_pad(tokenizer, whole.get_input_embeddings().num_embeddings)
     # transformers takes entries out of the state as it writes them.
-    given: dict[str, Any] = {} if state is None else {"state_dict": dict(state)}
+    is_lazy = isinstance(state, LazyWeights)
+    given: dict[str, Any] = {} if state is None else {"state_dict": {} if is_lazy else dict(state)}
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     name_device()
@@ -76,6 +79,8 @@ def save_final(
             else:
                 with _storable_generation(model) as generation:
                     model.save_pretrained(unfinished, max_shard_size=max_shard_bytes, **given)
+                if is_lazy:
+                    write_weights(model, state, unfinished, max_shard_bytes)
                 _save_configs(model, generation, tokenizer, unfinished)
         tokenizer.save_pretrained(unfinished)
         _refuse_empty(unfinished, least)
@@ -87,8 +92,10 @@ def save_final(
         raise disk_fault(error, "the model cannot be saved", folder) from None
 
 
-def _least_bytes(model: nn.Module, state: Mapping[str, Tensor] | None) -> int:
+def _least_bytes(model: nn.Module, state: Mapping[str, Tensor] | LazyWeights | None) -> int:
     """Bytes of the weights that must be in the files: all, or the trained beside frozen weights."""
+    if isinstance(state, LazyWeights):
+        return state.num_bytes
     if state is not None:
         return sum(tensor.nbytes for tensor in state.values())
     is_adapter = isinstance(model, PeftModel)

@@ -1,8 +1,8 @@
 """A model whose weights are read, or drawn, when they lie in parts: each rank its own.
 
-The model is made without data (own_part.py), cut (shards.py), and filled. Weights come from files where their
-names are the model's own; where transformers would rename or merge weights on loading, it loads them itself,
-whole.
+The model is made without data (sharded_init.py), cut (fsdp2.py), and filled. Weights come from files; what
+transformers would rename, stack or split on loading is so here, a group of weights at a time. What neither
+names, transformers loads itself, whole.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.model.loading.converted_names import FileGroup, grouped
 from memtrain.trainers.model.loading.locate import Origin, built
 from memtrain.trainers.model.loading.sharded_init import (
     Kept,
@@ -65,37 +66,90 @@ def empty_model(
     """A model of class `auto` without data: its numbers are known to be in its files, or drawn.
 
     Drawn are weights that the files have not and `may_miss`. Buffers are real: they are computed from the
-    configuration. Raises: NeedsWhole where its files have other names than its weights.
+    configuration. Raises: NeedsWhole where its files do not have its weights, or it keeps some in float32.
     """
     files = _files_of(origin)
     with torch.random.fork_rng(devices=[]), not_drawn(), init_empty_weights(include_buffers=False):
         model: PreTrainedModel = built(auto.from_config, config, origin.path, dtype=dtype)
     model.tie_weights()
+    if dtype != torch.float32 and _float32_parts(model, dtype):
+        raise NeedsWhole("some of its weights stay in float32")
     weights = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(weights)
     kept = set(model.state_dict()) - set(weights) - tied
-    drawn = [name for name in weights if name not in files]
-    spare = {name for name in set(files) - set(weights) - tied if not _is_of_other_head(name, model)}
+    sources, spare = _sources(model, files, weights)
+    spare = {name for name in spare - tied if not _is_of_other_head(name, model)}
+    drawn = [name for name in weights if name not in sources]
     if kept or spare or not set(drawn) <= set(may_miss) or len(drawn) == len(weights):
         raise NeedsWhole("its files have other names than its weights")
-    _check_shapes(files, weights)
     folder = next(iter(files.values())).parent
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(str(folder))
     for name, weight in weights.items():
-        keep(weight, None if name in drawn else _from_file(files[name], name, weight.shape))
+        keep(weight, sources.get(name))
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in drawn):
         model._init_weights(model.get_submodule(owner))
     return model
 
 
-def _check_shapes(files: Mapping[str, Path], weights: Mapping[str, Tensor]) -> None:
-    for file in sorted({files[name] for name in weights if name in files}):
+def _float32_parts(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
+    """Parts that transformers loads in float32 though the model is in half precision."""
+    always: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    in_half: set[str] = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return always | in_half if dtype == torch.float16 else always
+
+
+Read = Callable[[range], Tensor]
+
+
+def _sources(
+    model: PreTrainedModel, files: Mapping[str, Path], weights: Mapping[str, Tensor]
+) -> tuple[dict[str, Read], set[str]]:
+    """(what reads a stretch of each weight, names that files give and the model has not).
+
+    Raises: NeedsWhole where a weight has another shape in its files.
+    """
+    empty: dict[str, Tensor] = {}
+    for file in sorted(set(files.values())):
         with safe_open(file, "pt") as opened:
-            for name in (name for name in weights if files.get(name) == file):
-                saved: Any = opened.get_slice(name)
-                if tuple(saved.get_shape()) != tuple(weights[name].shape):
-                    raise NeedsWhole(f"{name} has another shape in its files")
+            for key in (key for key, place in files.items() if place == file):
+                saved: Any = opened.get_slice(key)
+                empty[key] = torch.empty(saved.get_shape(), device="meta")
+    found: dict[str, Read] = {}
+    spare: set[str] = set()
+    for group in grouped(model, files):
+        try:
+            made = group.weights(model, empty.__getitem__)
+        except Exception as error:  # each conversion has faults of its own, and transformers words for them
+            raise NeedsWhole(f"its files cannot be converted: {error}") from None
+        for name, tensor in made.items():
+            if name not in weights:
+                spare.add(name)
+                continue
+            if tensor.shape != weights[name].shape:
+                raise NeedsWhole(f"{name} has another shape in its files")
+            key = group.keys[0][0]
+            if group.converter is None:
+                found[name] = _from_file(files[key], key, tensor.shape)
+            else:
+                found[name] = _from_group(model, group, name, files, weights[name].dtype)
+    return found, spare
+
+
+def _from_group(
+    model: PreTrainedModel, group: FileGroup, name: str, files: Mapping[str, Path], dtype: torch.dtype
+) -> Read:
+    """Reads a stretch of a flattened weight that is made of several in files: all of it, for a moment."""
+
+    def one(key: str) -> Tensor:
+        with safe_open(files[key], "pt") as opened:
+            tensor: Tensor = opened.get_tensor(key)
+        return tensor.to(dtype)
+
+    def read(stretch: range) -> Tensor:
+        return group.weights(model, one)[name].reshape(-1)[stretch.start : stretch.stop]
+
+    return read
 
 
 def _is_of_other_head(name: str, model: PreTrainedModel) -> bool:

@@ -163,3 +163,18 @@ def test_files_with_other_names_or_shapes_are_left_to_transformers(tmp_path: Pat
     file.rename(tmp_path / "other.safetensors")
     with pytest.raises(NeedsWhole), kept_in_parts(stretch_of(0)):
         empty_model(origin(tmp_path), model.config, torch.float32, AutoModelForCausalLM)
+
+
+def test_each_rank_reads_its_part_of_experts_that_files_have_apart(tmp_path: Path):
+    torch.manual_seed(0)
+    experts = {"moe_intermediate_size": 8, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}
+    model = AutoModelForCausalLM.from_config(configured("qwen3_moe", **experts))
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    with kept_in_parts(stretch_of(1)):
+        made = empty_model(origin(tmp_path), model.config, torch.bfloat16, AutoModelForCausalLM)
+    kept, expected = kept_of(made), dict(model.named_parameters())
+    assert kept.keys() == expected.keys()
+    for name, one in kept.items():
+        mine = stretch_of(1)(one.shape)
+        wanted = expected[name].detach().bfloat16().reshape(-1)[mine.start : mine.stop]
+        torch.testing.assert_close(one.numbers(mine), wanted, rtol=0, atol=0, msg=name)
