@@ -60,7 +60,7 @@ docs: setup
 	$(BIN)/zensical build --clean --strict -f zensical.toml
 	@echo "open site/index.html"
 
-# The tutorials' output and the pictures of the manual, by running what they show (about five minutes).
+# The tutorials' output and the pictures of the manual, by running what they show (about eight minutes).
 pictures: setup
 	$(BIN)/python benchmarks/pictures.py
 

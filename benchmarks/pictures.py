@@ -1,6 +1,6 @@
 """Pictures and real output of the manual and the README, made again by running what they show.
 
-python benchmarks/pictures.py            # about five minutes on one core; nothing is downloaded
+python benchmarks/pictures.py            # about eight minutes on one core; nothing is downloaded
 
 Every `console` block of docs/tutorials/ is run, in order, in one folder with the files of examples/tutorial/:
 the lines after a `$ command` become what it printed. A comment before the block (`<!-- shown: first 4, last 3
@@ -37,6 +37,7 @@ def main() -> None:
             print(page.relative_to(ROOT), flush=True)
             page.write_text(renewed(page.read_text(), folder))
         report_pictures(folder)
+        calculator_picture(Path(place))
         terminal_picture(PLAN, output_of(PLAN, folder), PICTURES / "plan.svg")
 
 
@@ -134,6 +135,27 @@ def report_pictures(folder: Path) -> None:
         if name == "sft":
             memory = memory_of(report)
             (PICTURES / "memory.svg").write_text(standalone(memory.svg, memory.legend))
+
+
+def calculator_picture(folder: Path) -> None:
+    """The reward of examples/calculator-cpu, by its own commands."""
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    output_of("python examples/calculator-cpu/rows.py", folder)
+    for method in ("sft", "grpo"):
+        recipe = f"examples/calculator-cpu/{method}.yaml"
+        output_of(f"memtrain {method} {recipe} --run-dir runs/calculator-{method}", folder)
+    first_chart(folder / "runs" / "calculator-grpo", PICTURES / "calculator.svg")
+
+
+def first_chart(run: Path, file: Path) -> None:
+    """The first chart of a run's report: the loss, or the reward."""
+    from memtrain.trainers.pages.page import standalone
+    from memtrain.trainers.run_folder.folder import RunFolder
+    from memtrain.trainers.run_folder.report.curves import curve_groups
+    from memtrain.trainers.run_folder.report.report import load_report
+
+    large, _, _ = curve_groups(load_report(RunFolder(run)))
+    file.write_text(standalone(large[0].svg, large[0].legend))
 
 
 if __name__ == "__main__":

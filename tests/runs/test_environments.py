@@ -75,6 +75,17 @@ def test_how_rows_are_laid_out_does_not_move_the_curve(tmp_path: Path, cache: Pa
         assert one == pytest.approx(other, rel=2e-4, abs=2e-6)
 
 
+@pytest.mark.slow
+def test_two_processes_hold_the_conversations_of_one(tmp_path: Path, cache: Path):
+    """The main process asks the environments for both; each writes half of the groups, by their own seeds."""
+    one = run(tmp_path, cache, "train.max_steps=2", name="one")
+    two = run(tmp_path, cache, "train.max_steps=2", "cluster.processes=2", name="two")
+    for name in ("turns", "environment_tokens", "reward"):
+        assert steps(two)[0][name] == pytest.approx(steps(one)[0][name])
+    for first, second in zip(curve(one), curve(two), strict=True):
+        assert second == pytest.approx(first, rel=2e-4, abs=2e-6)
+
+
 def test_zero_std_groups_are_replaced_by_other_prompts(tmp_path: Path, cache: Path):
     """Some completions have a k: a few groups are alike at first."""
     (cache / "rare.py").write_text("def rare(completion):\n    return float('k' in completion)\n")

@@ -14,7 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from memtrain.errors import LaunchError
+from memtrain.recipes.sections.rewards import Environment, RewardFunction, Rewards
+from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.protocol import Group, Sample, Sampling
+from memtrain.trainers.online.generation.turns import TurnWriter
+from memtrain.trainers.online.rewards.environment import load_environment
 from memtrain.trainers.online.vllm.server_sampler import ServerSampler, write_checkpoint
 from memtrain.trainers.runtime.ranks import Ranks
 
@@ -34,6 +38,7 @@ class FakeServer(ThreadingHTTPServer):
         self.num_completions = 0
         self.prompts: list[list[int]] = []
         self.fails_at = self.forgets_at = -1
+        self.turn_tokens = 0
         self.weights, self.mark = "first", "first"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -68,6 +73,11 @@ class FakeServer(ThreadingHTTPServer):
                     "stop_reason": None,
                 }
             )
+            if self.turn_tokens:
+                # As vLLM ends at a string of `stop`, with the token that completes it.
+                del ids[self.turn_tokens :]
+                choices[-1] |= {"finish_reason": "stop", "stop_reason": asked["stop"][0]}
+                choices[-1]["logprobs"]["token_logprobs"] = [-token / 10 for token in ids]
         return {"choices": choices[::-1]}
 
 
@@ -250,3 +260,43 @@ def test_a_checkpoint_in_several_files_holds_every_weight(tmp_path, tiny_llama, 
     held = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert set(held) == set(weights)
     assert all(torch.equal(held[name], tensor) for name, tensor in weights.items())
+
+
+class Numbers:
+    """Words as numbers: each is a token."""
+
+    def ids(self, words: str, *, closes_turn: bool) -> list[int]:
+        return [int(word) for word in words.split()]
+
+    def text(self, ids) -> str:
+        return " ".join(map(str, ids))
+
+
+def test_an_environment_answers_turns_that_a_server_wrote(side, tmp_path):
+    """Each turn is asked with the conversation before it as its prompt; the server's log-probs stay with the
+    model's own tokens, and the environment's are context alone."""
+    (tmp_path / "own.py").write_text(
+        "class Own:\n    def step(self, text):\n        return '7 ' + text.split()[-1]\n"
+    )
+    one = side()
+    one.server.turn_tokens = 2
+    asked = Environment(path=f"{tmp_path}/own.py:Own", max_turns=3)
+    writer = TurnWriter(
+        generating=Generating(make=lambda rows: one.sampler, max_rows=8, ranks=Ranks()),
+        environment=load_environment(asked),
+        rewards=Rewards(functions=(RewardFunction(function="exact_answer"),), environment=asked),
+        words=Numbers(),
+        ranks=Ranks(),
+    )
+    sampling = Sampling(max_tokens=30, stop_strings=("=",))
+    made = writer.write([Group((3, 4), 2, seed=5)], sampling, lambda at: {})
+    for sample in made.samples[0]:
+        context = list(sample.context_ids)
+        assert sample.is_written == (True, True, False, False) * 2 + (True, True)
+        assert [context[at] for at in (2, 6)] == [7, 7]
+        assert [context[at] for at in (3, 7)] == [context[1], context[5]]
+        assert sample.logprobs == pytest.approx([-token / 10 for token in sample.token_ids])
+        assert (sample.num_turns, sample.finish) == (3, "string")
+        assert [3, 4, *context[:4]] in one.server.prompts
+        assert [3, 4, *context[:8]] in one.server.prompts
+    assert made.metrics == {"turns": 3.0, "environment_tokens": 4.0}
