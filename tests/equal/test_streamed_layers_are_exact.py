@@ -109,6 +109,39 @@ def test_masked_attention_goes_in_slices(tiny_model: TinyModel, dtype: torch.dty
     assert error(streamed, gradients) < TOLERANCE[dtype]
 
 
+RULED = {
+    "mistral": ("torch_cpu", {"sliding_window": 20}),
+    "gemma2": ("masked", {"sliding_window": 20, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
+    "gemma3_text": (
+        "torch_cpu",
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gpt_oss": ("torch_cpu", {"sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+"""Windows of all layers and of some, capped scores, sinks; each with the attention that computes it."""
+
+
+@pytest.mark.parametrize("rows", ["packed", "shared prompts", "many short prompts"])
+@pytest.mark.parametrize("kind", RULED)
+def test_windows_caps_and_sinks_go_in_slices(kind: str, rows: str):
+    backend, keys = RULED[kind]
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **keys))
+    for name, weight in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(weight)
+    set_attention(model, backend)
+    loss, gradients = step(model, ROWS[rows])
+    assert kind != "gpt_oss" or any(name.endswith("sinks") for name in gradients)
+    for slice_tokens in (64, 24, 11):
+        stream_layers(model, slice_tokens)
+        found, streamed = step(model, ROWS[rows])
+        assert found == pytest.approx(loss, rel=1e-6)
+        assert error(streamed, gradients) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_layers_of_experts_go_in_slices(kind: str):
     """Routers choose for each token by itself; a router's gradient is summed over the slices as any other."""

@@ -148,8 +148,7 @@ def test_rows_for_another_method_are_refused(tmp_path: Path, cache: Path):
     assert "does not accept" in caught.value.text()
 
 
-def test_a_window_shorter_than_a_row_gives_each_answer_a_row(tmp_path: Path, cache: Path):
-    """A sliding window cannot be shared: the plan pads, and names the model's window."""
+def test_a_window_shorter_than_a_row_shares_prompts_all_the_same(tmp_path: Path, cache: Path):
     model = (
         "{model_type: mistral, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,"
         " sliding_window: 64, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}"
@@ -157,11 +156,13 @@ def test_a_window_shorter_than_a_row_gives_each_answer_a_row(tmp_path: Path, cac
     told = run(tmp_path, "dpo", cache, f"model.config={model}", "train.max_steps=2")
     assert losses(told)[0] == pytest.approx(math.log(2), abs=1e-4)
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert not plan["settings"]["shared_prompts"]
-    shared = next(one for one in plan["decisions"] if one["setting"] == "shared_prompts")
-    assert "slides over 64 tokens" in shared["reason"]
+    assert plan["settings"]["shared_prompts"]
+
+
+def test_attention_in_the_class_itself_shares_no_prompt(tmp_path: Path, cache: Path):
+    bloom = "{model_type: bloom, hidden_size: 32, n_layer: 2, n_head: 4}"
     recipe = written(tmp_path, "dpo", cache)
-    asked = [f"model.config={model}", "length.shared_prompts=true"]
+    asked = [f"model.config={bloom}", "length.shared_prompts=true"]
     with pytest.raises(RecipeError) as caught:
         run_recipe("dpo", recipe, asked, dry_run=True, run_dir=str(tmp_path / "asked"))
     assert "a prompt cannot be shared by its answers" in caught.value.text()

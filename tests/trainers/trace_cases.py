@@ -265,6 +265,11 @@ STREAMED = {
     "streamed, step in backward": streamed(LLAMA, {"in_backward": True}, said=NO_CLIP),
     "streamed, masked attention": streamed(LLAMA, {"attention": "masked"}),
     "streamed, masked attention, bfloat16": streamed(QWEN, {"attention": "masked"} | HALF),
+    "streamed, sliding windows": streamed(LLAMA | {"model_type": "mistral", "sliding_window": 64}, {}),
+    "streamed, capped scores": streamed(
+        SMALL | {"model_type": "gemma2", "sliding_window": 64, "head_dim": 32, "query_pre_attn_scalar": 32},
+        {"attention": "masked"},
+    ),
     "streamed, FSDP2": streamed(LLAMA, {"num_processes": 2, "engine": "fsdp2"}),
     "streamed, FSDP2, accumulating": streamed(QWEN, {"num_processes": 2, "engine": "fsdp2"} | HALF, 2),
     "streamed, FSDP2, LoRA": streamed(LLAMA, {"num_processes": 2, "engine": "fsdp2", "adapter": LORA}),

@@ -53,12 +53,18 @@ def attention_kept(load: Workload) -> int:
         # q, k and v are views of one tensor, which the view of v keeps whole.
         kept += a * N * (Q + K)
     if load.settings.attention == "masked":
-        # Softmax in float32 and its copy for the product with the values, and the inverted mask.
-        return kept + N * N * (shape.num_heads * (4 + a) + 1)
-    if shape.makes_scores:
+        # Softmax in float32 and its copy for the product with the values, and the inverted mask; of capped
+        # scores the cap's output besides.
+        return kept + N * N * (shape.num_heads * (4 + a + 4 * shape.makes_scores) + 1)
+    if makes_own_scores(load):
         # The model's own attention in steps: capped or dropped scores, softmax, rounded copy.
         return kept + _scores(load) * (a + 4 + (a if load.is_half else 0))
     return kept + 4 * N * shape.num_heads
+
+
+def makes_own_scores(load: Workload) -> bool:
+    """Whether the model's own attention holds all scores of a row, as it does to cap or to drop some."""
+    return load.shape.makes_scores and load.settings.attention == "transformers"
 
 
 def _scores(load: Workload) -> int:
@@ -180,13 +186,25 @@ def attention_backward(load: Workload) -> int:
     shape, N, a = load.shape, load.N, load.a
     attention = attention_kept(load) + norm_kept(load, shape.width, num_scales=1)
     attention += a * N * (2 * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
-    attention += gathered_backward(load) + flash_scratch(load)
+    attention += gathered_backward(load) + flash_scratch(load) + windows_backward(load)
     if load.settings.attention == "masked":
         # Gradients of the softmax's output and input; the rounded copy of the output is gone.
         attention += N * N * shape.num_heads * (6 if load.is_half else 4)
-    if shape.makes_scores:
+    if makes_own_scores(load):
         attention += 8 * _scores(load)
     return attention
+
+
+def windows_backward(load: Workload) -> int:
+    """Copies and gradients of the rows that look past their block of a sliding window, at most all.
+
+    Of query, output and its gradient, key and value; gradients of query, key and value.
+    Source: trainers/model/attention/windows.py.
+    """
+    shape, window = load.shape, load.shape.sliding_window
+    if window is None or window >= load.batch.longest or load.settings.attention == "transformers":
+        return 0
+    return load.a * load.N * (4 * shape.query_width + 4 * shape.kv_width)
 
 
 def whole_scores(load: Workload) -> tuple[int, int]:
@@ -194,7 +212,9 @@ def whole_scores(load: Workload) -> tuple[int, int]:
     if load.settings.attention != "masked":
         return 0, 0
     pairs, heads = load.N * load.N, load.shape.num_heads
-    return pairs * (heads * (4 + load.a) + 1), pairs * heads * (6 if load.is_half else 4)
+    return pairs * (heads * (4 + load.a + 4 * load.shape.makes_scores) + 1), pairs * heads * (
+        6 if load.is_half else 4
+    )
 
 
 SCRATCH = "kernel scratch"
@@ -237,7 +257,7 @@ def layer_forward(load: Workload) -> int:
     attention += gathered_forward(load)
     if load.settings.attention == "masked":
         attention += 12 * N * N * shape.num_heads
-    if shape.makes_scores:
+    if makes_own_scores(load):
         attention += 12 * _scores(load)
     return max(mlp, attention, experts_kept(load)) + dequantized(load)
 
@@ -258,7 +278,7 @@ def positions_and_mask(load: Workload) -> int:
     A block mask is four tables of int32 [N / 128, N / 128], two by queries and two by keys, and the number of
     each token's segment and prompt. Counted in trainers/model/attention/flex.py.
     """
-    cosines = 2 * load.a * load.N * load.shape.head_dim
+    cosines = 2 * load.a * load.N * load.shape.head_dim * load.shape.family.num_rotary
     if load.settings.attention == "transformers" and load.settings.device == "cuda":
         # A causal mask of each padded row, as it is made and in the precision of the scores.
         rows = load.batch.rows

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from memtrain.memory.estimate.activations import (
     SCRATCH,
-    attention_backward,
+    attention_kept,
     dequantized,
     flash_scratch,
     layer_boundary,
@@ -16,6 +16,7 @@ from memtrain.memory.estimate.activations import (
     mlp_backward,
     norm_kept,
     whole_scores,
+    windows_backward,
 )
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 
@@ -48,31 +49,58 @@ def streamed_backward(load: Workload) -> dict[str, int]:
     """
     part, a, N = slice_of(load), load.a, load.N  # noqa: N806
     keys = 2 * N * load.shape.kv_width * (a + max(4, a))
-    inner, kernel = _slice_backward(part)
+    inner, kernel = _slice_backward(part, load)
     return {ROW: layer_boundary(load), KEYS: keys, "recomputation": inner + _sums(load), SCRATCH: kernel}
 
 
-def _slice_backward(part: Workload) -> tuple[int, int]:
-    """Of one slice, a kernel's scratch apart from the rest (seen in traces).
+def _slice_backward(part: Workload, load: Workload) -> tuple[int, int]:
+    """Of one slice of a load, a kernel's scratch apart from the rest (seen in traces).
 
-    In the MLP input, output and that one's gradient are no memory of its own. In the attention the
-    gradient of the queries is summed over blocks of keys in float32: 4*n*Q, beside what one block gives. A
-    CPU's kernel works on float32 copies of half-precision numbers there, and gives such.
+    In the MLP input, output and that one's gradient are no memory of its own.
     """
-    shape, n = part.shape, part.N
-    kept, made = whole_scores(part)
-    # Of one block of keys at a time: weights, their gradients and a product of the two; none is kept.
-    scores = (8 + part.a) * n * n * shape.num_heads if kept else 0
-    mlp = mlp_backward(part) - 3 * layer_boundary(part) - kept
-    attention = attention_backward(part) + max(4, part.a) * n * shape.query_width
-    attention += layer_boundary(part) + 4 * n * shape.num_heads + scores - kept - made
-    if part.is_half and part.settings.attention == "torch_cpu":
-        # Copies of query, output and its gradient, key and value; wider gradients, of keys for every query
-        # head before they are summed.
-        copied = 3 * shape.query_width + 2 * shape.kv_width
-        attention += n * (4 + 4 - part.a) * copied
-    kernel = flash_scratch(part) if attention > mlp else 0
-    return max(mlp, attention) - kernel + dequantized(part), kernel
+    kept, _ = whole_scores(part)
+    mlp = mlp_backward(part) - 3 * layer_boundary(part) - kept + dequantized(part)
+    attention = _slice_attention(part, load)
+    kernel = flash_scratch(part) if attention + flash_scratch(part) > mlp else 0
+    return max(mlp, attention + kernel) - kernel, kernel
+
+
+def _slice_attention(part: Workload, load: Workload) -> int:
+    """Bytes at the moment of attention's backward pass over one slice and one block of keys.
+
+    Kept: rotated queries, output and log-sum-exp, the norm before and its output; the slice's output and the
+    gradients of the residual stream and of attention's output. Gradients of queries are summed over blocks
+    of keys in float32: 4*n*Q, beside what one block gives. A CPU's kernel gives gradients of keys for every
+    query head before they are summed, a span at a time, and works on float32 copies of half-precision
+    numbers. Rows that look past their block of a window are copied.
+    """
+    shape, n, a = part.shape, part.N, part.a
+    Q, K = shape.query_width, shape.kv_width  # noqa: N806
+    kept, _ = whole_scores(part)
+    copies = bool(windows_backward(load))
+    is_short = copies and shape.num_sliding_layers == shape.num_layers
+    span = min(n, shape.sliding_window or n) if is_short else n
+    held = attention_kept(part) - kept - 2 * a * n * K + norm_kept(part, shape.width, num_scales=1)
+    held += _maps_inputs(part) + a * n * (2 * shape.width + Q) + max(4, a) * n * Q
+    in_kernel = part.settings.attention == "torch_cpu"
+    wide = max(4, a) if in_kernel else a
+    held += n * wide * (Q + 2 * K) + 4 * span * wide * Q * in_kernel
+    held += 4 * n * (3 * Q + 2 * K) * (in_kernel and part.is_half)
+    held += a * n * (3 * Q + 2 * K) * copies
+    # Of one block of keys at a time: weights, their gradients and a product of the two; none is kept. Capped
+    # scores have a slope.
+    scores = (8 + a + 4 * shape.makes_scores) * span * span * shape.num_heads if kept else 0
+    return held + scores
+
+
+def _maps_inputs(part: Workload) -> int:
+    """Kept by the maps to queries, keys and values: their input, and the products with adapters."""
+    adapter = part.settings.adapter
+    if adapter is None:
+        return layer_boundary(part)
+    names = {"q_proj", "k_proj", "v_proj", "qkv_proj"}
+    adapted = sum(map_.name in names for map_ in part.shape.adapted(adapter))
+    return (layer_boundary(part) if adapted else 0) + part.a * part.N * adapter.r * adapted
 
 
 def _sums(load: Workload) -> int:

@@ -11,6 +11,7 @@ from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.generation.cuda_graphs import decide_graphs
 from memtrain.memory.generation.decode_bytes import generation_bytes, resting_peak
 from memtrain.memory.generation.gather_weights import decide_gathering, gather_bytes, refuse_gathering
+from memtrain.memory.generation.native import not_native
 from memtrain.memory.generation.samples import with_samples
 from memtrain.memory.generation.vllm import longest_prompt, own_engine, with_engine
 from memtrain.memory.plan.engine_kinds import shards_weights
@@ -42,7 +43,7 @@ def with_generation(
     recipe = ledger.asked.recipe
     if not recipe.writes_completions:
         return with_samples(ledger, settings, prediction, facts, budget)
-    settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings)})
+    settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings, facts)})
     settings = settings.model_copy(update={"cuda_graphs": decide_graphs(ledger, settings)})
     _refuse(ledger, settings)
     resting = resting_peak(prediction)
@@ -152,7 +153,7 @@ def _decide_correction(ledger: DecisionLog) -> None:
         ledger.decide("importance_correction", mode, why, f"{recipe.method}.importance_correction")
 
 
-def _decide_sampler(ledger: DecisionLog, settings: Settings) -> str:
+def _decide_sampler(ledger: DecisionLog, settings: Settings, facts: PlannerInputs) -> str:
     wanted, path = ledger.asked.recipe.generation.backend, "generate.backend"
     if wanted == "vllm":
         is_own = own_engine(ledger.asked.recipe) is not None
@@ -164,17 +165,14 @@ def _decide_sampler(ledger: DecisionLog, settings: Settings) -> str:
         )
         ledger.decide("sampler", name, words, path)
         return name
-    can = settings.attention != "transformers"
-    if wanted == "native" and not can:
-        ledger.refuse(
-            "the native sampler shares prompts, and this model's attention cannot keep rows apart here",
-            path,
-            "set generate.backend: transformers, or a model.attention other than transformers",
-        )
+    generate = ledger.asked.recipe.generation
+    longest = longest_prompt(facts, generate) + generate.max_tokens
+    why = not_native(settings.attention, facts.config, longest)
+    if wanted == "native" and why:
+        ledger.refuse(f"the native sampler shares prompts; {why}", path, "set generate.backend: transformers")
         ledger.raise_refusals()
-    if wanted == "transformers" or not can:
-        why = "" if can else "this model's attention cannot keep rows apart here"
-        ledger.decide("sampler", "transformers", why, path)
+    if wanted == "transformers" or why:
+        ledger.decide("sampler", "transformers", why or "", path)
         return "transformers"
     ledger.decide("sampler", "native", "the trained module; each prompt is computed once for its group", path)
     return "native"

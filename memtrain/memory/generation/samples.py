@@ -7,6 +7,7 @@ from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.generation.decode_bytes import generation_bytes, resting_peak
 from memtrain.memory.generation.gather_weights import gather_bytes
+from memtrain.memory.generation.native import not_native
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.plan import Prediction
 from memtrain.memory.plan.settings import Settings
@@ -33,7 +34,8 @@ def with_samples(
         return settings, prediction
     key = "eval.samples" if asked.samples is not None else "eval.metrics"
     # The trained module writes: natively where rows can share a pass, else by transformers' own generate.
-    sampler = "transformers" if settings.attention == "transformers" else "native"
+    longest = facts.written_prompt + asked.longest_written
+    sampler = "transformers" if not_native(settings.attention, facts.config, longest) else "native"
     writing = settings.model_copy(update={"sampler": sampler})
     resting = resting_peak(prediction)
     generate = Generate(num_generations=1, max_tokens=asked.longest_written)
@@ -62,4 +64,6 @@ def with_samples(
         )
         ledger.raise_refusals()
     ledger.decide("sample_rows", rows, "completions of eval.samples and eval.metrics at a time", key)
-    return settings.model_copy(update={"sample_rows": rows}), made
+    # Attention that keeps rows apart writes natively, unless the plan says otherwise.
+    other = {"sampler": sampler} if settings.attention != sampler == "transformers" else {}
+    return settings.model_copy(update={"sample_rows": rows} | other), made

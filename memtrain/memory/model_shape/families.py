@@ -25,6 +25,8 @@ class Family:
     """Norms, rotary positions and MLPs have a form in few kernels (trainers/model/kernels)."""
     sliding: Literal["none", "all", "types"] = "none"
     """Layers that a `sliding_window` concerns when `layer_types` does not say."""
+    num_rotary: int = 1
+    """Tables of rotary positions: one, or one for each kind of attention layer."""
     defaults: Mapping[str, Any] | None = None
     """Values that transformers fills in for keys a config.json leaves out."""
 
@@ -81,7 +83,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": Family(num_wide_norms=4, norms_in_float=True, sliding="types", defaults=_GEMMA2),
     "gemma3_text": Family(
-        qk_norm="head", num_wide_norms=4, norms_in_float=True, sliding="types", defaults=_GEMMA3
+        qk_norm="head",
+        num_wide_norms=4,
+        norms_in_float=True,
+        sliding="types",
+        num_rotary=2,
+        defaults=_GEMMA3,
     ),
 }
 FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}

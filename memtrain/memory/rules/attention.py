@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import cast
 
 from memtrain.errors import Fault, RecipeError
 from memtrain.memory.model_shape.config_names import canonical
@@ -36,6 +37,18 @@ PREFERENCE: Mapping[str, tuple[AttentionBackend, ...]] = {
     ),
 }
 """Back ends of a device kind, the one to take first first."""
+
+MERGED = (
+    AttentionBackend.TORCH_CPU,
+    AttentionBackend.FLASH,
+    AttentionBackend.TORCH_VARLEN,
+    AttentionBackend.TORCH_EFFICIENT,
+    AttentionBackend.MASKED,
+)
+"""Back ends that tell the log-sum-exp of their scores: by it windows and sinks are put together."""
+
+CAPPED = (AttentionBackend.FLASH, AttentionBackend.MASKED)
+"""Back ends whose kernels cap scores."""
 
 HALF = ("bfloat16", "float16")
 REASONS: Mapping[AttentionBackend, str] = {
@@ -117,24 +130,24 @@ def refusal(backend: AttentionBackend, facts: AttentionFacts) -> str | None:
     """Reason that `backend` cannot run under `facts`, as a clause without a full stop; None when it can."""
     if backend is AttentionBackend.TRANSFORMERS:
         return None
-    return _model_refusal(facts) or _device_refusal(backend, facts)
+    return _model_refusal(backend, facts) or _device_refusal(backend, facts)
 
 
-def _model_refusal(facts: AttentionFacts) -> str | None:
-    """Property of the model that no back end of ours computes: the result would differ from the model's
+def _model_refusal(backend: AttentionBackend, facts: AttentionFacts) -> str | None:
+    """Property of the model that a back end does not compute: the result would differ from the model's
     own."""
     if facts.own_layers:
         return f"the model's {', '.join(facts.own_layers)} layers carry state from one row into the next"
-    if facts.softcap:
-        return f"the model caps attention scores at {facts.softcap:g}, which no packed kernel here computes"
-    if facts.has_sinks:
-        return "the model has attention sinks, which no packed kernel here computes"
+    if facts.softcap and backend not in CAPPED:
+        return f"the model caps attention scores at {facts.softcap:g}, which {backend} does not compute"
+    if facts.has_sinks and backend not in MERGED:
+        return f"the model has attention sinks, which {backend} does not compute"
     if facts.attention_dropout:
         return f"attention dropout {facts.attention_dropout:g} needs the scores; set it to 0"
     if facts.untried:
         return f"packing is untested with {facts.untried} models; to try it, name this back end"
     for tokens, name in (
-        (facts.sliding_window_tokens, "slides over"),
+        (None if backend in MERGED else facts.sliding_window_tokens, "slides over"),
         (facts.chunk_tokens, "is cut into chunks of"),
         (facts.top_keys_tokens, "picks, of all tokens before one,"),
     ):
@@ -147,6 +160,20 @@ def _model_refusal(facts: AttentionFacts) -> str | None:
             return (
                 f"the model's attention {name} {tokens:,} tokens and {span}; lower max_length to {tokens:,}"
             )
+    return None
+
+
+def own_scores(config: Mapping[str, object], longest: int | None) -> str | None:
+    """A rule of the model's scores for rows of `longest` tokens (None: of any length), as a noun; None where
+    attention is plain."""
+    facts = model_facts(config)
+    window = cast(int | None, facts["sliding_window_tokens"])
+    if facts["has_sinks"]:
+        return "attention sinks"
+    if facts["softcap"]:
+        return f"scores capped at {facts['softcap']:g}"
+    if window is not None and (longest is None or longest > window):
+        return f"attention that slides over {window:,} tokens"
     return None
 
 

@@ -48,7 +48,7 @@ def test_a_file_holds_no_teacher(ask, facts):
     ("config", "keys", "says"),
     [
         (LARGE | {"vocab_size": 50_000}, {}, "a vocabulary of 50,000 tokens, and the student one of 32,000"),
-        (LARGE | {"model_type": "gemma2", "attn_logit_softcapping": 50.0}, {}, "the teacher"),
+        (LARGE | {"attention_chunk_size": 16}, {}, "the teacher"),
         (
             LARGE,
             {"cluster__engine": "fsdp2", "cluster__processes": 2},

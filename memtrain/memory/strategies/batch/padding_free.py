@@ -2,7 +2,7 @@
 
 When: always, where an attention back end keeps rows apart. Saves: all activations of padding, which in a
 batch of unlike lengths is often half of all. Costs: nothing. Exact: each row has the numbers it has alone.
-Refused: where the model's attention cannot be computed row by row (soft caps, sinks, layers with a state).
+Refused: where attention cannot be computed row by row (chunks, dropped scores, layers with a state).
 
 Source: Kundu et al. 2024, arXiv:2407.09105 (padding-free training with position ids); equal to single rows
 by tests/equal/test_packed_equals_alone.py.

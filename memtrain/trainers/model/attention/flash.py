@@ -8,21 +8,31 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.model.attention.row_layout import Layout, Part
-from memtrain.trainers.model.attention.two_part import TwoPartAttention
+from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule
+from memtrain.trainers.model.attention.two_part import attend_in_parts
 
 
-def attend(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Layout, scale: float) -> Tensor:
+def attend(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    layout: Layout,
+    scale: float,
+    rule: ScoreRule = PLAIN,
+) -> Tensor:
     """`out_THD` of the row, differentiable."""
-    out_THD: Tensor = TwoPartAttention.apply(query_THD, key_TKD, value_TKD, layout, scale, PackageFlash)
-    return out_THD
+    return attend_in_parts(query_THD, key_TKD, value_TKD, layout, scale, rule, PackageFlash)
 
 
 class PackageFlash:
     """A varlen kernel call for each part."""
 
-    @staticmethod
+    softcap = 0.0
+    """Cap of the scores; 0: none."""
+
+    @classmethod
     def forward(
-        query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, part: Part, scale: float
+        cls, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, part: Part, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `two_part.Kernel`."""
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # pyright: ignore
@@ -38,11 +48,13 @@ class PackageFlash:
             dropout_p=0.0,
             softmax_scale=scale,
             causal=part.is_causal,
+            softcap=cls.softcap,
         )
         return out_THD, lse_HT
 
-    @staticmethod
+    @classmethod
     def backward(
+        cls,
         grad_THD: Tensor,
         query_THD: Tensor,
         key_TKD: Tensor,
@@ -77,7 +89,7 @@ class PackageFlash:
             causal=part.is_causal,
             window_size_left=-1,
             window_size_right=-1,
-            softcap=0.0,
+            softcap=cls.softcap,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )

@@ -19,16 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
-from memtrain.memory.rules.attention import AttentionBackend
+from memtrain.memory.rules.attention import CAPPED, MERGED, AttentionBackend
 from memtrain.trainers.model.attention.by_heads import attend_by_heads
 from memtrain.trainers.model.attention.own_positions import is_tempered, tempered
 from memtrain.trainers.model.attention.row_layout import Layout
+from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule, rule_of
 from memtrain.trainers.model.attention.sliced import attend_sliced
 from memtrain.trainers.model.context_parallel.row_slices import RowPart, SlicedLayout
 from memtrain.trainers.model.streamed.attention import attend_streamed
 from memtrain.trainers.model.streamed.layer_keys import SliceLayout
 
 Attend = Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
+RuledAttend = Callable[[Tensor, Tensor, Tensor, Layout, float, ScoreRule], Tensor]
 RowLayout = Layout | SlicedLayout | RowPart | SliceLayout
 """Layout that a pass is given: a whole row, a rank's part of one, or one slice of a layer's pass over it."""
 
@@ -43,9 +45,10 @@ NAMES = {
 }
 """The name that transformers knows each back end by (`attn_implementation`)."""
 
+RULES = {"softcap": "soft-capped attention scores", "s_aux": "attention sinks"}
+"""Keyword arguments of transformers that some back ends compute (memory/rules/attention.py)."""
+
 UNSUPPORTED = {
-    "softcap": "soft-capped attention scores",
-    "s_aux": "attention sinks",
     "sinks": "attention sinks",
     "position_bias": "a position bias",
     "block_indices": "block-sparse attention",
@@ -68,6 +71,18 @@ def attend_of(backend: AttentionBackend) -> Attend:
     """`attend(query_THD, key_TKD, value_TKD, layout, scale) -> out_THD` of a back end."""
     attend: Attend = import_module(f"memtrain.trainers.model.attention.{backend}").attend
     return attend
+
+
+def attend_by_rule(backend: AttentionBackend, rule: ScoreRule) -> Attend:
+    """The same under a rule of the scores, which the back end must compute."""
+    if rule is PLAIN:
+        return attend_of(backend)
+    attend: RuledAttend = import_module(f"memtrain.trainers.model.attention.{backend}").attend
+
+    def ruled(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Layout, scale: float) -> Tensor:
+        return attend(query_THD, key_TKD, value_TKD, layout, scale, rule)
+
+    return ruled
 
 
 def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
@@ -128,7 +143,9 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
         if layout is None:
             what = f"{type(module).__name__} gets no layout of its rows: the model does not pass it on"
             raise LaunchError(what, "model.attention", FIX)
-        _check(module, query, key, attention_mask, dropout, layout, others)
+        rule = rule_of(others, layout.longest_span)
+        _check(module, query, key, attention_mask, layout)
+        _check_rule(module, backend, dropout, layout, rule, others)
         if is_tempered(module):
             query = tempered(module, query, layout.places)
         if torch.is_autocast_enabled(query.device.type):
@@ -147,26 +164,22 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
         if isinstance(layout, SlicedLayout):
             out_THD = attend_sliced(query_THD, key_TKD, value_TKD, layout, scale, backend)
         elif isinstance(layout, SliceLayout):
-            out_THD = attend_streamed(query_THD, key_TKD, value_TKD, layout, scale, backend)
-        elif isinstance(layout, RowPart):
-            out_THD = attend_by_heads(query_THD, key_TKD, value_TKD, layout, scale, attend_of(backend))
+            out_THD = attend_streamed(query_THD, key_TKD, value_TKD, layout, scale, backend, rule)
         else:
-            out_THD = attend_of(backend)(query_THD, key_TKD, value_TKD, layout, scale)
+            attend = attend_by_rule(backend, rule)
+            if isinstance(layout, RowPart):
+                out_THD = attend_by_heads(query_THD, key_TKD, value_TKD, layout, scale, attend)
+            else:
+                out_THD = attend(query_THD, key_TKD, value_TKD, layout, scale)
         return out_THD[None, ..., :D_value], None
 
     return attention
 
 
 def _check(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    layout: RowLayout,
-    others: dict[str, Any],
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, layout: RowLayout
 ) -> None:
-    """Make sure that nothing is asked that the back ends would silently not do."""
+    """Make sure that the row is the layout's, and that its mask is the layout alone."""
     if attention_mask is not None:
         what = (
             f"{type(module).__name__} makes its own attention mask, which packed attention does not support"
@@ -179,13 +192,24 @@ def _check(
     assert key.shape[2] == query.shape[2], (
         f"The row has {query.shape[2]} tokens and {key.shape[2]} keys: call the model with an empty cache."
     )
-    found = _unsupported(module, dropout, layout, others)
+
+
+def _check_rule(
+    module: nn.Module,
+    backend: AttentionBackend,
+    dropout: float,
+    layout: RowLayout,
+    rule: ScoreRule,
+    others: dict[str, Any],
+) -> None:
+    """Make sure that nothing is asked that the back end would silently not do."""
+    found = _unsupported(module, dropout, others) or _not_by_rule(backend, layout, rule)
     if found:
         what = f"{type(module).__name__} has {found}, which packed attention does not compute"
         raise LaunchError(what, "model.attention", FIX)
 
 
-def _unsupported(module: nn.Module, dropout: float, layout: RowLayout, others: dict[str, Any]) -> str | None:
+def _unsupported(module: nn.Module, dropout: float, others: dict[str, Any]) -> str | None:
     if dropout:
         return f"attention dropout {dropout:g}"
     for key, meaning in UNSUPPORTED.items():
@@ -194,7 +218,21 @@ def _unsupported(module: nn.Module, dropout: float, layout: RowLayout, others: d
     is_causal = others.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         return "attention that is not causal"
-    window: int | None = others.get("sliding_window")
-    if window is not None and window < layout.longest_span:
-        return f"a sliding window of {window:,} tokens and a row that looks back on {layout.longest_span:,}"
+    return None
+
+
+def _not_by_rule(backend: AttentionBackend, layout: RowLayout, rule: ScoreRule) -> str | None:
+    """A rule that the back end, or a row held by several processes, cannot follow."""
+    if rule is PLAIN:
+        return None
+    held_by = " under context parallelism" if isinstance(layout, SlicedLayout | RowPart) else f" by {backend}"
+    if rule.softcap is not None and (backend not in CAPPED or isinstance(layout, SlicedLayout)):
+        return RULES["softcap"] + held_by
+    if backend in MERGED and not isinstance(layout, SlicedLayout | RowPart):
+        return None
+    if rule.sinks_H is not None:
+        return RULES["s_aux"] + held_by
+    if rule.window is not None and not (backend in MERGED and isinstance(layout, RowPart)):
+        span = layout.longest_span
+        return f"a sliding window of {rule.window:,} tokens and a row that looks back on {span:,}{held_by}"
     return None

@@ -18,6 +18,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+Rows = slice | Tensor
+"""Rows of a tensor, no row twice: a range, or int64 numbers in any order."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memtrain.trainers.model.attention.row_layout import Layout
+from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule
 from memtrain.trainers.model.attention.segment_loop import SegmentLoop
-from memtrain.trainers.model.attention.two_part import TwoPartAttention
+from memtrain.trainers.model.attention.two_part import attend_in_parts
 
 aten = torch.ops.aten
 LSE_MULTIPLE = 32
@@ -24,10 +25,16 @@ Source: aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_forward.
 """
 
 
-def attend(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Layout, scale: float) -> Tensor:
+def attend(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    layout: Layout,
+    scale: float,
+    rule: ScoreRule = PLAIN,
+) -> Tensor:
     """`out_THD` of the row, differentiable."""
-    out_THD: Tensor = TwoPartAttention.apply(query_THD, key_TKD, value_TKD, layout, scale, MemoryEfficient)
-    return out_THD
+    return attend_in_parts(query_THD, key_TKD, value_TKD, layout, scale, rule, MemoryEfficient)
 
 
 class MemoryEfficient(SegmentLoop):

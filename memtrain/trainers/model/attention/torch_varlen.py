@@ -12,15 +12,22 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.model.attention.row_layout import Layout, Part
-from memtrain.trainers.model.attention.two_part import TwoPartAttention
+from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule
+from memtrain.trainers.model.attention.two_part import attend_in_parts
 
 aten = torch.ops.aten
 
 
-def attend(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Layout, scale: float) -> Tensor:
+def attend(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    layout: Layout,
+    scale: float,
+    rule: ScoreRule = PLAIN,
+) -> Tensor:
     """`out_THD` of the row, differentiable."""
-    out_THD: Tensor = TwoPartAttention.apply(query_THD, key_TKD, value_TKD, layout, scale, TorchFlash)
-    return out_THD
+    return attend_in_parts(query_THD, key_TKD, value_TKD, layout, scale, rule, TorchFlash)
 
 
 class TorchFlash:

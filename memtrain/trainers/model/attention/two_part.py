@@ -1,5 +1,7 @@
 """Attention over a flattened row in one autograd node: segments to themselves, completions to their prompt.
 
+With windows (`windows`), caps and sinks (`score_rule`).
+
 Source: the log-sum-exp merge is that of blockwise softmax (Dao et al. 2022, arXiv:2205.14135, section 3.1);
 the backward is flash attention's (its Algorithm 4) run once per part with the *merged* output and
 log-sum-exp, so that P = exp(s - lse) and D = rowsum(dO * O) are those of the whole row.
@@ -9,12 +11,14 @@ log-sum-exp, so that P = exp(s - lse) and D = rowsum(dO * O) are those of the wh
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from memtrain.trainers.model.attention.row_layout import Layout, Part
+from memtrain.trainers.model.attention.row_layout import Layout, Part, Rows
+from memtrain.trainers.model.attention.score_rule import ScoreRule, merge_sinks, sinks_gradient
+from memtrain.trainers.model.attention.windows import Windowed, pattern_of
 
 
 class Kernel(Protocol):
@@ -43,7 +47,7 @@ class Kernel(Protocol):
 
 
 class TwoPartAttention(torch.autograd.Function):
-    """Exact attention of a `Layout`; saves query, key, value, output and lse once.
+    """Exact attention of a `Layout` under a `ScoreRule`; saves query, key, value, output and lse once.
 
     Differentiating through each part's own (out, lse) and merging those in autograd is the trap to avoid: the
     flash kernels drop the gradient of lse, which leaves the forward perfect and dq, dk about 20 % wrong
@@ -56,52 +60,77 @@ class TwoPartAttention(torch.autograd.Function):
         query_THD: Tensor,
         key_TKD: Tensor,
         value_TKD: Tensor,
-        layout: Layout,
+        sinks_H: Tensor | None,
+        pattern: Windowed,
         scale: float,
         kernel: type[Kernel],
     ) -> Tensor:
         """`out_THD`, in the query's dtype."""
-        out_THD, lse_HT = kernel.forward(query_THD, key_TKD, value_TKD, layout.within, scale)
-        if layout.to_prompt is not None:
-            P = layout.num_prompt_tokens
-            prompt_out_THD, prompt_lse_HT = kernel.forward(
-                query_THD[P:], key_TKD[:P], value_TKD[:P], layout.to_prompt, scale
-            )
-            merge_rows(out_THD, lse_HT, prompt_out_THD, prompt_lse_HT, slice(P, None))
-        ctx.save_for_backward(query_THD, key_TKD, value_TKD, out_THD, lse_HT)
-        ctx.layout, ctx.scale, ctx.kernel = layout, scale, kernel
+        out_THD, lse_HT = kernel.forward(query_THD, key_TKD, value_TKD, pattern.within, scale)
+        for queries, keys, part in pattern.reaches:
+            there = kernel.forward(query_THD[queries], key_TKD[keys], value_TKD[keys], part, scale)
+            merge_rows(out_THD, lse_HT, *there, queries)
+        if sinks_H is not None:
+            merge_sinks(out_THD, lse_HT, sinks_H)
+        ctx.save_for_backward(query_THD, key_TKD, value_TKD, sinks_H, out_THD, lse_HT)
+        ctx.pattern, ctx.scale, ctx.kernel = pattern, scale, kernel
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of query, key and value; none for the rest."""
-        query_THD, key_TKD, value_TKD, out_THD, lse_HT = ctx.saved_tensors
-        layout: Layout = ctx.layout
+        """Gradients of query, key, value and sinks; none for the rest."""
+        query_THD, key_TKD, value_TKD, sinks_H, out_THD, lse_HT = ctx.saved_tensors
+        pattern: Windowed = ctx.pattern
         kernel: type[Kernel] = ctx.kernel
         grad_THD = grads[0].contiguous()
         dq_THD, dk_TKD, dv_TKD = kernel.backward(
-            grad_THD, query_THD, key_TKD, value_TKD, out_THD, lse_HT, layout.within, ctx.scale
+            grad_THD, query_THD, key_TKD, value_TKD, out_THD, lse_HT, pattern.within, ctx.scale
         )
-        if layout.to_prompt is not None:
-            P = layout.num_prompt_tokens
-            dq_tail, dk_head, dv_head = kernel.backward(
-                grad_THD[P:],
-                query_THD[P:],
-                key_TKD[:P],
-                value_TKD[:P],
-                out_THD[P:],
-                lse_HT[:, P:].contiguous(),
-                layout.to_prompt,
+        for queries, keys, part in pattern.reaches:
+            dq_there, dk_there, dv_there = kernel.backward(
+                grad_THD[queries],
+                query_THD[queries],
+                key_TKD[keys],
+                value_TKD[keys],
+                out_THD[queries],
+                lse_HT[:, queries].contiguous(),
+                part,
                 ctx.scale,
             )
-            dq_THD[P:] += dq_tail
-            dk_TKD[:P] += dk_head
-            dv_TKD[:P] += dv_head
-        return dq_THD, dk_TKD, dv_TKD, None, None, None
+            dq_THD[queries] += dq_there
+            dk_TKD[keys] += dk_there
+            dv_TKD[keys] += dv_there
+        d_sinks_H = None if sinks_H is None else sinks_gradient(grad_THD, out_THD, lse_HT, sinks_H)
+        return dq_THD, dk_TKD, dv_TKD, d_sinks_H, None, None, None
+
+
+def attend_in_parts(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    layout: Layout,
+    scale: float,
+    rule: ScoreRule,
+    kernel: type[Kernel],
+) -> Tensor:
+    """`out_THD` of the row by a kernel, differentiable."""
+    pattern = pattern_of(layout, rule.window)
+    out_THD: Tensor = TwoPartAttention.apply(
+        query_THD, key_TKD, value_TKD, rule.sinks_H, pattern, scale, capped(kernel, rule.softcap)
+    )
+    return out_THD
+
+
+def capped(kernel: type[Kernel], softcap: float | None) -> type[Kernel]:
+    """The kernel with a cap of its scores, which it must have a form for."""
+    if softcap is None:
+        return kernel
+    assert hasattr(kernel, "softcap"), f"{kernel.__name__} caps no scores."
+    return cast(type[Kernel], type(kernel.__name__, (kernel,), {"softcap": softcap}))
 
 
 def merge_rows(
-    out_THD: Tensor, lse_HT: Tensor, other_out_THD: Tensor, other_lse_HT: Tensor, rows: slice
+    out_THD: Tensor, lse_HT: Tensor, other_out_THD: Tensor, other_lse_HT: Tensor, rows: Rows
 ) -> None:
     """`rows` of out and lse become the softmax over their own and the others' keys, summed in lse's dtype."""
     own_lse_HT = lse_HT[:, rows]

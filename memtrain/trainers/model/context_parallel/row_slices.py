@@ -25,19 +25,10 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.model.attention.row_layout import Layout, Part, part_of
+from memtrain.trainers.model.attention.windows import Reach
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 
 CHUNKS_A_RANK = 2
-
-
-class Reach(NamedTuple):
-    """Own queries that attend to all of some gathered keys, segment by segment."""
-
-    queries: slice
-    """Rows of the slice."""
-    keys: slice
-    """Rows of the M gathered keys."""
-    part: Part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +37,7 @@ class SlicedLayout:
 
     index: int64 [L], the rows of the whole row that the slice holds, in order.
     within: the slice's pieces of segments, each to itself, causal.
-    reaches: what its queries attend to besides.
+    reaches: what its queries attend to besides; keys are rows of the M gathered ones.
     sent: int64 [C], rows of the slice whose keys others look back on, filled up with row 0; the first
         `num_sent` count.
     order: int64 [M], where each gathered token is among the R * C that arrive.

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention.row_layout import Part
+from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule, merge_sinks, sinks_gradient
 from memtrain.trainers.model.attention.sliced import HOLDS_SCORES, KERNELS
 from memtrain.trainers.model.attention.torch_cpu import TorchCpu
-from memtrain.trainers.model.attention.two_part import Kernel, merge_rows
-from memtrain.trainers.model.context_parallel.row_slices import Reach
+from memtrain.trainers.model.attention.two_part import Kernel, capped, merge_rows
+from memtrain.trainers.model.attention.windows import Reach
 from memtrain.trainers.model.streamed.layer_keys import KeysKnown, SliceLayout
 from memtrain.trainers.model.streamed.wide_products import HALF
 
@@ -35,21 +36,25 @@ def attend_streamed(
     layout: SliceLayout,
     scale: float,
     backend: AttentionBackend,
+    rule: ScoreRule = PLAIN,
 ) -> Tensor:
-    """`out_SHD` of the slice, differentiable.
+    """`out_SHD` of the slice under a layer's rule of its scores, differentiable.
 
     Raises: KeysKnown when the pass over the slice was for its keys and values alone.
     """
     module = import_module(f"memtrain.trainers.model.attention.{backend}")
-    kernel: type[Kernel] = getattr(module, KERNELS[backend])
+    kernel = capped(getattr(module, KERNELS[backend]), rule.softcap)
+    layout = layout.under(rule.window)
     part, keys = layout.part, layout.keys
     reaches = part.key_blocks if backend in HOLDS_SCORES else part.reaches
     if not torch.is_grad_enabled():
         keys.put(slice(part.begin, part.end), key_SKD, value_SKD)
         if keys.stops:
             raise KeysKnown
-        return _attended(query_SHD, key_SKD, value_SKD, layout, reaches, scale, kernel)[0]
-    out_SHD: Tensor = SliceAttention.apply(query_SHD, key_SKD, value_SKD, layout, reaches, scale, kernel)
+        return _attended(query_SHD, key_SKD, value_SKD, rule.sinks_H, layout, reaches, scale, kernel)[0]
+    out_SHD: Tensor = SliceAttention.apply(
+        query_SHD, key_SKD, value_SKD, rule.sinks_H, layout, reaches, scale, kernel
+    )
     return out_SHD
 
 
@@ -100,6 +105,7 @@ def _attended(
     query_SHD: Tensor,
     key_SKD: Tensor,
     value_SKD: Tensor,
+    sinks_H: Tensor | None,
     layout: SliceLayout,
     reaches: tuple[Reach, ...],
     scale: float,
@@ -112,6 +118,8 @@ def _attended(
     for queries, rows, reach in reaches:
         there = kernel.forward(query_SHD[queries], *layout.keys.held(rows), reach, scale)
         merge_rows(out_SHD, lse_HS, *there, queries)
+    if sinks_H is not None:
+        merge_sinks(out_SHD, lse_HS, sinks_H)
     return out_SHD.to(query_SHD.dtype), lse_HS
 
 
@@ -124,6 +132,7 @@ class SliceAttention(torch.autograd.Function):
         query_SHD: Tensor,
         key_SKD: Tensor,
         value_SKD: Tensor,
+        sinks_H: Tensor | None,
         layout: SliceLayout,
         reaches: tuple[Reach, ...],
         scale: float,
@@ -135,15 +144,17 @@ class SliceAttention(torch.autograd.Function):
         # The last slice of a row is met here first: nobody made its keys before.
         keys.put(own, key_SKD, value_SKD)
         own_key_SKD, own_value_SKD = keys.held(own)
-        out_SHD, lse_HS = _attended(query_SHD, own_key_SKD, own_value_SKD, layout, reaches, scale, kernel)
-        ctx.save_for_backward(query_SHD, out_SHD, lse_HS)
+        out_SHD, lse_HS = _attended(
+            query_SHD, own_key_SKD, own_value_SKD, sinks_H, layout, reaches, scale, kernel
+        )
+        ctx.save_for_backward(query_SHD, sinks_H, out_SHD, lse_HS)
         ctx.layout, ctx.scale, ctx.kernel = layout, scale, kernel
         return out_SHD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of query, key and value, with later slices' parts; none for the rest."""
-        query_SHD, out_SHD, lse_HS = ctx.saved_tensors
+        """Gradients of query, key and value, with later slices' parts, and sinks; none for the rest."""
+        query_SHD, sinks_H, out_SHD, lse_HS = ctx.saved_tensors
         layout: SliceLayout = ctx.layout
         kernel = _for_parts(ctx.kernel, query_SHD, layout)
         part, keys = layout.part, layout.keys
@@ -171,9 +182,10 @@ class SliceAttention(torch.autograd.Function):
                 block,
                 ctx.scale,
             )
-            sum_SHD[queries].add_(dq_there)
+            sum_SHD[queries] += dq_there
             if needs_keys:
                 keys.add_gradients(rows, dk_there, dv_there)
             del dq_there, dk_there, dv_there
         own_grads = keys.gradients(own, dtype) if needs_keys else (None, None)
-        return sum_SHD.to(dtype), *own_grads, None, None, None, None
+        d_sinks_H = None if sinks_H is None else sinks_gradient(grad_SHD, out_SHD, lse_HS, sinks_H)
+        return sum_SHD.to(dtype), *own_grads, d_sinks_H, None, None, None, None

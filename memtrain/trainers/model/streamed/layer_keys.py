@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from memtrain.trainers.model.attention.row_layout import Rows
 from memtrain.trainers.model.streamed.row_slices import RowSlice
 
 
@@ -42,13 +43,13 @@ class LayerKeys:
         self._key_TKD[rows] = key_SKD
         self._value_TKD[rows] = value_SKD
 
-    def held(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def held(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Keys and values of some tokens whose slice was put before."""
         assert self._key_TKD is not None, "No slice has put its keys."
         assert self._value_TKD is not None, "No slice has put its values."
         return self._key_TKD[rows], self._value_TKD[rows]
 
-    def add_gradients(self, rows: slice, grad_key_SKD: Tensor, grad_value_SKD: Tensor) -> None:
+    def add_gradients(self, rows: Rows, grad_key_SKD: Tensor, grad_value_SKD: Tensor) -> None:
         """Add to the gradients of some tokens' keys and values."""
         if self._grad_key_TKD is None or self._grad_value_TKD is None:
             self._grad_key_TKD, self._grad_value_TKD = (
@@ -57,8 +58,8 @@ class LayerKeys:
                 )
                 for one in (grad_key_SKD, grad_value_SKD)
             )
-        self._grad_key_TKD[rows].add_(grad_key_SKD)
-        self._grad_value_TKD[rows].add_(grad_value_SKD)
+        self._grad_key_TKD[rows] += grad_key_SKD
+        self._grad_value_TKD[rows] += grad_value_SKD
 
     def gradients(self, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The sums of some tokens, in `dtype`."""
@@ -88,3 +89,7 @@ class SliceLayout:
     def longest_span(self) -> int:
         """Most tokens that a query can look back on, itself counted."""
         return self.part.longest_span
+
+    def under(self, window: int | None) -> SliceLayout:
+        """The same where a token attends to `window` tokens, itself counted."""
+        return self if window is None else SliceLayout(self.part.under(window), self.keys)

@@ -5,14 +5,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor
 
 from memtrain.trainers.model.attention.row_layout import Layout, Part, part_of
-from memtrain.trainers.model.context_parallel.row_slices import Look, Reach, looks_of, pieces_of
+from memtrain.trainers.model.attention.windows import Reach, windowed
+from memtrain.trainers.model.context_parallel.row_slices import Look, looks_of, pieces_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +26,7 @@ class RowSlice:
         gradients of keys for every query head before it sums them, and blocks bound these.
     places: int64 [S], the place of each of its tokens in its own row.
     longest_span: most tokens that a query of the row can look back on, itself counted.
+    row: the whole row, which outlives its slices.
     """
 
     begin: int
@@ -34,6 +36,16 @@ class RowSlice:
     reaches: tuple[Reach, ...]
     key_blocks: tuple[Reach, ...]
     longest_span: int
+    row: ReferenceType[Layout]
+
+    def under(self, window: int | None) -> RowSlice:
+        """The slice where a token attends to `window` tokens, itself counted; None: to all before it."""
+        if window is None:
+            return self
+        layout = self.row()
+        assert layout is not None, "The row is let go of after its slices."
+        pattern = windowed(layout, window, self.begin, self.end)
+        return replace(self, within=pattern.within, reaches=pattern.reaches, key_blocks=pattern.reaches)
 
     @property
     def num_tokens(self) -> int:
@@ -68,6 +80,7 @@ def _slice(layout: Layout, begin: int, end: int) -> RowSlice:
         reaches=reaches,
         key_blocks=tuple(block for reach in reaches for block in _blocks(reach, end - begin, layout)),
         longest_span=layout.longest_span,
+        row=ref(layout),
     )
 
 
@@ -86,6 +99,8 @@ def _blocks(reach: Reach, most: int, layout: Layout) -> Iterator[Reach]:
         yield reach
         return
     for query, query_end, key, key_end in reach.part.spans():
+        assert isinstance(reach.queries, slice), "Reaches without a window are ranges."
+        assert isinstance(reach.keys, slice), "Reaches without a window are ranges."
         queries = slice(reach.queries.start + query, reach.queries.start + query_end)
         for start in range(key, key_end, most):
             num_keys = min(most, key_end - start)

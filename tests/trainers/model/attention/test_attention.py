@@ -1,6 +1,7 @@
 """Every attention back end against the masked reference, and the guards of transformers' functions."""
 
 import sys
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 
@@ -23,6 +24,8 @@ from memtrain.trainers.model.attention import torch_cpu as cpu_backend
 from memtrain.trainers.model.attention import torch_varlen as cuda_backend
 from memtrain.trainers.model.attention.probe import Outcome, probe, probe_one
 from memtrain.trainers.model.attention.row_layout import Layout, Part, packed_layout, shared_layout
+from memtrain.trainers.model.attention.score_rule import ScoreRule
+from memtrain.trainers.model.attention.two_part import attend_in_parts
 
 LAYOUTS = {
     "packed": packed_layout([5, 1, 33, 12]),
@@ -243,8 +246,10 @@ def test_the_flash_attn_back_end_hands_the_package_what_it_takes(layout: Layout,
     """A stand-in package with the signatures of flash-attn 2.8."""
 
     def forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal
-    ):
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        softcap,
+    ):  # fmt: skip
+        assert softcap == 0.0
         out, lse = stand_in_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, softmax_scale
         )
@@ -290,10 +295,10 @@ def call(
 @pytest.mark.parametrize(
     ("kwargs", "meaning"),
     [
-        ({"softcap": 50.0}, "soft-capped"),
-        ({"s_aux": torch.zeros(2)}, "sinks"),
+        ({"softcap": 50.0}, "soft-capped attention scores by torch_cpu"),
+        ({"s_aux": torch.zeros(2), "backend": "flex"}, "sinks"),
         ({"position_bias": torch.zeros(1)}, "position bias"),
-        ({"sliding_window": 3}, "sliding window of 3"),
+        ({"sliding_window": 3, "backend": "flex"}, "sliding window of 3"),
         ({"dropout": 0.1}, "dropout 0.1"),
         ({"is_causal": False}, "not causal"),
     ],
@@ -310,9 +315,48 @@ def test_a_window_as_long_as_the_longest_span_changes_nothing(window: int):
     assert torch.equal(call(layout, sliding_window=window), call(layout))
 
 
-def test_a_window_must_cover_prompt_and_completion_together():
-    with pytest.raises(LaunchError, match="looks back on 5"):
-        call(shared_layout([(3, [2, 1])]), sliding_window=4)
+WINDOWS = (None, 1, 2, 5, 8, 19, 25)
+"""Shorter than a segment, than a prompt, than both together, and longer."""
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows_and_sinks_are_put_together_from_kernels_that_know_none(
+    layout: Layout, window: int | None, has_sinks: bool
+):
+    tensors = drawn(layout, torch.float64)
+    sinks = [torch.linspace(-1, 2, 4, dtype=torch.float64)] if has_sinks else []
+
+    def run(backend: ModuleType) -> list[Tensor]:
+        inputs = [one.detach().clone().requires_grad_() for one in (*tensors[:3], *sinks)]
+        rule = ScoreRule(window, None, inputs[3] if has_sinks else None)
+        out = backend.attend(*inputs[:3], layout, 0.3, rule)
+        return [out.detach(), *torch.autograd.grad(out, inputs, tensors[3])]
+
+    for found, expected in zip(run(cpu_backend), run(masked), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_a_window_of_the_reference_is_one_query_at_a_time(layout: Layout):
+    """The mask by places in a row, against a loop: the newest keys of all that a query may look at."""
+    window = 5
+    allowed = masked.mask_of(layout, window)
+    for whole, row in zip(masked.mask_of(layout), allowed, strict=True):
+        seen = whole.nonzero()[:, 0].tolist()
+        own = sorted(seen, key=lambda key: int(layout.places[key]))[-window:]
+        assert sorted(own) == row.nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_capped_scores_have_the_reference_gradients(layout: Layout, window: int | None):
+    tensors = drawn(layout, torch.float64)
+    rule = ScoreRule(window, 0.7)
+
+    def in_parts(*inputs):
+        return attend_in_parts(*inputs, rule, masked.MaskedScores)
+
+    expected = with_gradients(partial(masked.attend, rule=rule), tensors, layout)
+    assert_close(with_gradients(in_parts, tensors, layout), expected, 1e-12)
 
 
 @pytest.mark.parametrize(

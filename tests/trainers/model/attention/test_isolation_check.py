@@ -10,6 +10,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import functions, set_attention
 from memtrain.trainers.model.attention.isolation_check import verify_isolation
+from memtrain.trainers.model.attention.score_rule import PLAIN
 
 SHAPE = {
     "vocab_size": 128,
@@ -94,9 +95,7 @@ def test_layers_that_carry_state_are_found_in_the_model_itself(family: str, dtyp
 @pytest.mark.parametrize(
     ("family", "config", "meaning"),
     [
-        ("mistral", {"sliding_window": 8}, "sliding window of 8"),
         ("gemma2", {"attn_logit_softcapping": 50.0, "sliding_window": 512}, "soft-capped"),
-        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "sinks"),
     ],
 )
 def test_attention_of_another_kind_is_refused(family: str, config: dict[str, object], meaning: str):
@@ -106,9 +105,22 @@ def test_attention_of_another_kind_is_refused(family: str, config: dict[str, obj
     assert not model.config._attn_implementation.startswith("memtrain")
 
 
+@pytest.mark.parametrize(
+    ("family", "config", "backend"),
+    [
+        ("mistral", {"sliding_window": 8}, "torch_cpu"),
+        ("gemma2", {"attn_logit_softcapping": 1.0, "sliding_window": 8}, "masked"),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8}, "torch_cpu"),
+    ],
+)
+def test_windows_caps_and_sinks_are_those_of_the_model_itself(family, config, backend):
+    model = model_of(family, **config, initializer_range=0.2)
+    verify_isolation(model, AttentionBackend(backend))
+
+
 def test_an_unknown_change_of_the_scores_is_found_against_the_models_own_attention(monkeypatch):
     """As if a release of transformers renamed `softcap`: no guard knows it, and the numbers still tell."""
-    monkeypatch.delitem(functions.UNSUPPORTED, "softcap")
+    monkeypatch.setattr(functions, "rule_of", lambda others, span: PLAIN)
     model = model_of("gemma2", attn_logit_softcapping=1.0, sliding_window=512, initializer_range=0.2)
     with pytest.raises(LaunchError, match="differs from its rows computed alone"):
         verify_isolation(model, AttentionBackend.TORCH_CPU)
