@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 from memtrain.errors import DataError
@@ -57,6 +58,8 @@ class Form:
     """Answers of a row that is a prompt with its answers; 0: the row is trained on whole, or is a prompt."""
     is_prompt: bool = False
     """Whether a row is a prompt alone."""
+    strings: tuple[str, ...] = ()
+    """Fields that are its whole text, one after another, where they are strings; the last is trained on."""
 
     @property
     def has_prompts(self) -> bool:
@@ -87,11 +90,12 @@ FORMS: Mapping[str, Form] = {
             prompt_completion.READS,
             prompt_completion.PARTS,
             prompt_completion.parse,
+            strings=prompt_completion.NEEDS,
         ),
         _prompted("alpaca", alpaca.NEEDS, alpaca.READS, alpaca.parse),
         _prompted("question_answer", question_answer.NEEDS, question_answer.READS, question_answer.parse),
         Form("messages", messages.NEEDS, messages.READS, messages.PARTS, messages.parse),
-        Form("text", text.NEEDS, text.READS, text.PARTS, text.parse),
+        Form("text", text.NEEDS, text.READS, text.PARTS, text.parse, strings=text.NEEDS),
         Form("prompt", prompt.NEEDS, prompt.READS, prompt.PARTS, prompt.parse, is_prompt=True),
     )
 }
@@ -148,6 +152,7 @@ def detect(
     )
 
 
+@cache
 def used_columns(form: str, names: Names) -> frozenset[str]:
     """Columns that rows of a format read."""
     return frozenset(getattr(names, name) for name in FORMS[form].reads)

@@ -40,6 +40,21 @@ class Encoded:
     """Whether a token reaches over the end of the prompt."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The tokens of texts, end to end, and where the prompt of each ends."""
+
+    ids: Ids
+    bounds: Ints
+    """[T + 1] first token of each text."""
+    cuts: Ints
+    """[T] tokens of each text that lie wholly in its prompt."""
+    merged: NDArray[np.bool_]
+    """[T] whether a token reaches over the end of the prompt."""
+    normalised: NDArray[np.bool_]
+    """[T] whether the tokens do not add up to the text: a normaliser changed it, and the cut is not known."""
+
+
 def utf8_bytes(text: str, end: int | None = None) -> int:
     """Bytes of `text[:end]` in UTF-8."""
     if text.isascii():
@@ -114,20 +129,32 @@ class Encoder:
         if self.token_bytes is None:
             found = self.tokenizer.encode_batch(texts, add_special_tokens=adds_specials)
             return [self._by_offsets(piece, one) for piece, one in zip(pieces, found, strict=True)]
+        ids, bounds = self._flat(texts, adds_specials)
+        return self._by_bytes(pieces, ids, bounds, adds_specials)
+
+    def _flat(self, texts: list[str], adds_specials: bool) -> tuple[Ids, list[int]]:
+        """The tokens of all texts, end to end, and where each begins."""
         flat = array("i")
         bounds = [0]
         for one in self.tokenizer.encode_batch_fast(texts, add_special_tokens=adds_specials):
             flat.fromlist(one.ids)
             bounds.append(len(flat))
-        return self._by_bytes(pieces, np.frombuffer(flat, np.int32), bounds, adds_specials)
+        return np.frombuffer(flat, np.int32), bounds
 
-    def _by_bytes(
-        self, pieces: list[Piece], ids: Ids, bounds: list[int], adds_specials: bool
-    ) -> list[Encoded]:
-        """Places in the tokens from the running sum of their bytes."""
+    @property
+    def cuts_by_bytes(self) -> bool:
+        """Whether `cut` works: tokens are made of bytes, and none is added at the end."""
+        return self.token_bytes is not None and not self.num_after
+
+    def cut(self, texts: list[str], text_bytes: list[int], cut_bytes: list[int]) -> Cuts:
+        """The tokens of texts of so many bytes, and where each is cut after so many of them."""
+        ids, bounds = self._flat(texts, True)
+        return self._cut(ids, self._sums(ids, np.array(bounds), True), bounds, text_bytes, cut_bytes)
+
+    def _sums(self, ids: Ids, ptr: Ints, adds_specials: bool) -> Ints:
+        """Bytes of text before each token, and before the end."""
         assert self.token_bytes is not None
         widths = self.token_bytes[ids]
-        ptr = np.array(bounds)
         if adds_specials:
             for before in range(self.num_before):
                 widths[ptr[:-1] + before] = 0
@@ -135,12 +162,29 @@ class Encoder:
                 widths[ptr[1:] - 1 - after] = 0
         sums = np.zeros(len(ids) + 1, np.int64)
         np.cumsum(widths, out=sums[1:])
-        starts, ends, base = sums[:-1], sums[1:], sums[ptr]
-        normalised = np.diff(base) != [utf8_bytes(piece.text) for piece in pieces]
-        boundary = base[:-1] + [utf8_bytes(piece.text, piece.cut) for piece in pieces]
-        cuts = np.searchsorted(ends, boundary, side="right")
+        return sums
+
+    def _cut(
+        self, ids: Ids, sums: Ints, bounds: list[int], text_bytes: list[int], cut_bytes: list[int]
+    ) -> Cuts:
+        ptr = np.array(bounds)
+        base = sums[ptr]
+        boundary = base[:-1] + cut_bytes
+        cuts = np.searchsorted(sums[1:], boundary, side="right")
         merged = (cuts < ptr[1:]) & (sums[np.minimum(cuts, len(ids))] < boundary)
-        cuts = np.minimum(cuts, ptr[1:]) - ptr[:-1]
+        normalised = np.diff(base) != text_bytes
+        return Cuts(ids, ptr, np.minimum(cuts, ptr[1:]) - ptr[:-1], merged, normalised)
+
+    def _by_bytes(
+        self, pieces: list[Piece], ids: Ids, bounds: list[int], adds_specials: bool
+    ) -> list[Encoded]:
+        """Places in the tokens from the running sum of their bytes."""
+        sums = self._sums(ids, np.array(bounds), adds_specials)
+        starts, ends, base = sums[:-1], sums[1:], sums[bounds]
+        text_bytes = [utf8_bytes(piece.text) for piece in pieces]
+        cut_bytes = [utf8_bytes(piece.text, piece.cut) for piece in pieces]
+        found = self._cut(ids, sums, bounds, text_bytes, cut_bytes)
+        normalised, cuts, merged = found.normalised, found.cuts, found.merged
         known = zip(
             pieces, bounds, bounds[1:], normalised.tolist(), cuts.tolist(), merged.tolist(), strict=False
         )

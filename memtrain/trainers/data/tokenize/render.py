@@ -98,7 +98,7 @@ def _prompt_completion(example: PromptCompletion | Unpaired, rendering: Renderin
 def _after_cut(piece: Piece) -> Piece:
     """The piece, of which nothing of the prompt is trained on."""
     inside = tuple((max(start, piece.cut), end) for start, end in piece.loss_spans if end > piece.cut)
-    return replace(piece, loss_spans=inside)
+    return piece if inside == piece.loss_spans else replace(piece, loss_spans=inside)
 
 
 def _conversation(example: Conversation, rendering: Rendering) -> tuple[Piece, ...]:

@@ -55,7 +55,7 @@ def unused_columns(row: Row, example: Example, form: str, names: Names, kind: st
     if any(isinstance(getattr(example, name, None), tuple) for name in HAS_MESSAGES):
         used.add(TEMPLATE_KWARGS)
     for column, value in row.items():
-        if value is None or value == "" or value == [] or value == {} or column in used:
+        if column in used or is_empty(value):
             continue
         if not isinstance(example, Prompt):
             yield f"column {shown(column)}"
@@ -66,6 +66,11 @@ def unused_columns(row: Row, example: Example, form: str, names: Names, kind: st
     for column in used:
         if isinstance(row.get(column), (list, tuple)):
             yield from unread_parts(row[column])
+
+
+def is_empty(value: object) -> bool:
+    """Whether a column holds nothing that could be missed."""
+    return value is None or value == "" or value == [] or value == {}
 
 
 def unread_parts(messages: Sequence[object]) -> Iterator[str]:
@@ -94,6 +99,8 @@ def unrendered_fields(example: Example, texts: Sequence[str], render: Render) ->
     }
     if getattr(example, "tools", ()) and _is_same(texts, render, example, {"tools": ()}):
         yield "tools"
+    if not held:
+        return
     messages = [message for given in held.values() for message in given]
     extra = dict.fromkeys(
         key for message in messages for key in message if key not in ("role", "content") and OWN not in key

@@ -26,6 +26,7 @@ from memtrain.recipes.formats.unpaired import Unpaired
 from memtrain.trainers.data.sources.readers import Line
 from memtrain.trainers.data.store.token_store import Rows, TokenRow, as_rows
 from memtrain.trainers.data.tokenize.encode import Encoded, Encoder
+from memtrain.trainers.data.tokenize.plain_rows import PlainTexts, columns_of, plain_rows, plain_texts
 from memtrain.trainers.data.tokenize.render import Piece, Rendering, render
 from memtrain.trainers.data.tokenize.unrendered import unrendered_fields, unused_columns
 
@@ -88,6 +89,8 @@ class Rendered:
     examples: list[tuple[int, Example, int]] = field(default_factory=list[tuple[int, Example, int]])
     """(place of the row in the batch, its example, how many of the texts are that one's)."""
     bad: dict[int, BadRow] = field(default_factory=dict[int, BadRow])
+    plain: PlainTexts | None = None
+    """The texts where all rows are plain; all else is empty then."""
     unused: list[set[str]] = field(init=False)
     """Fields that are in no text, by the place of the row."""
 
@@ -102,6 +105,13 @@ class Tokenizing:
         self.job = job
         self.parts = FORMS[job.kind].parts
         self.encoder = Encoder(job.tokenizer_json)
+        self.columns = [
+            columns_of(one.form, one.names, job.kind, job.rendering)
+            if self.encoder.cuts_by_bytes and one.system_prompt is None
+            else None
+            for one in job.readings
+        ]
+        """Columns of plain rows, by number of the stream."""
 
     def __call__(self, batch: Batch) -> Tokenized:
         """Tokenize a batch. A row of which one example is bad is left out whole."""
@@ -109,6 +119,10 @@ class Tokenizing:
 
     def rendered(self, batch: Batch) -> Rendered:
         """The texts of a batch, made in a main thread: elsewhere a chat template has no limit of time."""
+        plain = plain_texts(batch.streams, batch.lines, self.columns, self.job.rendering.end_token)
+        return Rendered(batch, plain=plain) if plain is not None else self._row_by_row(batch)
+
+    def _row_by_row(self, batch: Batch) -> Rendered:
         made = Rendered(batch)
         for at, (stream, (_, row)) in enumerate(zip(batch.streams, batch.lines, strict=True)):
             reading, kind = self.job.readings[stream], self.job.kind
@@ -129,15 +143,20 @@ class Tokenizing:
         """The tokens of a batch's texts, in any thread."""
         batch = made.batch
         places = [(stream, line) for stream, (line, _) in zip(batch.streams, batch.lines, strict=True)]
+        if made.plain is not None:
+            rows = plain_rows(self.encoder, made.plain, places, len(self.parts))
+            if rows is not None:
+                return Tokenized(rows, [], len(batch.lines), made.plain.unused)
+            made = self._row_by_row(batch)
         encoded = deque(self.encoder.encode(made.pieces))
-        rows: list[tuple[int, TokenRow]] = []
+        kept_rows: list[tuple[int, TokenRow]] = []
         for at, example, num_pieces in made.examples:
             own = [encoded.popleft() for _ in range(num_pieces)]
             try:
-                rows.append((at, self._row(example, own, *places[at])))
+                kept_rows.append((at, self._row(example, own, *places[at])))
             except BadRow as wrong:
                 made.bad[at] = wrong
-        kept = [row for at, row in rows if at not in made.bad]
+        kept = [row for at, row in kept_rows if at not in made.bad]
         bad = [(*places[at], wrong.what, wrong.fix) for at, wrong in sorted(made.bad.items())]
         counts = Counter(name for at, names in enumerate(made.unused) if at not in made.bad for name in names)
         return Tokenized(as_rows(kept, len(self.parts)), bad, len(batch.lines), counts)

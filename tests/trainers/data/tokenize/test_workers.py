@@ -111,6 +111,52 @@ def rows_of(rows: list[dict], work: Job):
     return done
 
 
+PLAIN_ROW = st.fixed_dictionaries(
+    {"prompt": TEXT, "completion": TEXT.map(lambda text: text + ".")},
+    optional={"id": st.integers(0, 3) | st.none(), "tools": st.just([])},
+)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@settings(max_examples=40, deadline=None)
+@given(rows=st.lists(PLAIN_ROW, min_size=1, max_size=6), is_text=st.booleans())
+def test_rows_of_strings_become_by_batch_what_they_become_one_by_one(kind, rows, is_text):
+    """Prompts may be empty, tokens merge over the boundary, and a normaliser shortens some texts."""
+    form = "text" if is_text else "prompt_completion"
+    given_rows = [{"text": row["prompt"] + row["completion"]} for row in rows] if is_text else rows
+    work = Tokenizing(job(form, tokenizer=OTHERS[kind]))
+    batch = Batch([0] * len(rows), list(enumerate(given_rows, start=1)))
+    made = work.rendered(batch)
+    assert (made.plain is not None) == (kind in ("nfc", "tiny"))
+    work.columns = [None]
+    by_batch, by_row = work.encoded(made), work(batch)
+    assert (by_batch.bad, by_batch.num_read, by_batch.unrendered) == ([], len(rows), by_row.unrendered)
+    for name in ("ids", "part_tokens", "span_counts", "spans", "origin", "labels"):
+        ours, theirs = getattr(by_batch.rows, name), getattr(by_row.rows, name)
+        assert ours.dtype == theirs.dtype, name
+        np.testing.assert_array_equal(ours, theirs, err_msg=name)
+    assert by_batch.rows.num_merged == by_row.rows.num_merged
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"prompt": "a", "completion": 1},
+        {"prompt": [{"role": "user", "content": "a"}], "completion": "b"},
+        {"prompt": "", "completion": ""},
+        {"prompt": "a", "completion": "\ud800"},
+        {"prompt": "a", "completion": "b", "image": "x.png"},
+        {"prompt": "a", "completion": "b", "tools": '[{"name": "f"}]'},
+        {"prompt": "a", "completion": "b", "chat_template_kwargs": {"a": 1}},
+    ],
+)
+def test_a_batch_with_another_row_is_read_one_by_one(other):
+    rows = [{"prompt": "a", "completion": "b"}, other]
+    made = Tokenizing(job("prompt_completion")).rendered(Batch([0, 0], list(enumerate(rows, start=1))))
+    assert made.plain is None
+    assert len(made.examples) + len(made.bad) == 2
+
+
 def test_a_completion_is_trained_on_from_its_first_token_to_the_end_token():
     done = rows_of([{"prompt": "Ana has 3 pens.\n", "completion": "3 + 1 = 4"}], job("prompt_completion"))
     tokenizer = load_tokenizer("builtin:tiny")
