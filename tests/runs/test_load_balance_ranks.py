@@ -37,6 +37,16 @@ def test_two_ranks_are_one(runs, curve_of, metrics, monkeypatch, engine: str):
     ]
     assert told[1] == pytest.approx(told[0], rel=1e-5)
     assert min(told[0]) > 1
+    # Tokens of experts are whole numbers, over micro-batches and ranks alike: two experts a token and layer.
+    counted = [metrics(folder, "experts") for folder in (one, runs.folder / "two")]
+    assert [event["tokens"] for event in counted[1]] == [event["tokens"] for event in counted[0]]
+    tokens = sum(step["tokens"] for step in metrics(one, "step"))
+    for layer in range(2):
+        assert sum(sum(event["tokens"][layer]) for event in counted[0]) == 2 * tokens
+    loads = [
+        [step["expert_load_max"] for step in metrics(folder, "step")] for folder in (one, runs.folder / "two")
+    ]
+    assert loads[1] == loads[0]
 
 
 def test_the_loss_evens_what_it_is_of(runs, metrics):

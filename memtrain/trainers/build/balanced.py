@@ -11,7 +11,7 @@ from torch import nn
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.batches.collate import MicroBatch
-from memtrain.trainers.build.expert_load import CountsExperts
+from memtrain.trainers.build.expert_load import CountsExperts, micro_batch_of
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.model.experts.load_balance import LoadBalance
 from memtrain.trainers.model.heads.reward_head import RewardScorer
@@ -76,12 +76,6 @@ def own_method(method: Method) -> Method:
     while isinstance(method, Balanced | CountsExperts):
         method = method.inner
     return method
-
-
-def micro_batch_of(batch: Any) -> MicroBatch:
-    """The policy's own rows of a batch of any method."""
-    inside = getattr(batch, "answers", batch)
-    return inside if isinstance(inside, MicroBatch) else inside.micro_batch
 
 
 def _pass_through(scorer: nn.Module, micro_batch: MicroBatch) -> None:

@@ -140,5 +140,6 @@ def assemble(
     weights = list(trained.values())
     optimizer = build_optimizer(scorer, recipe.optim, settings, weights, seed=recipe.train.seed)
     method = shared(module.method(recipe, reference), settings.context_parallel)
-    method = with_expert_load(balanced(method, scorer, settings), scorer)
+    is_sliced = settings.context_parallel > 1
+    method = with_expert_load(balanced(method, scorer, settings), scorer, is_sliced=is_sliced)
     return StepParts(scorer, method, optimizer, trained, reference)

@@ -31,7 +31,7 @@ from memtrain.trainers.protocols.feed import (
     eval_micro_batches,
     eval_orders,
 )
-from memtrain.trainers.protocols.method import Loss, StepPreview, means_of
+from memtrain.trainers.protocols.method import Loss, ReportsEvents, StepPreview, means_of
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.host_time import HostTime
 from memtrain.trainers.runtime.ranks import Ranks
@@ -113,6 +113,7 @@ def _steps_left(run: Run) -> None:
             or _is_due(run, work, run.plan.recipe.save.every_steps)
             or _is_best_to_keep(run)
         ):
+            _emit_events(run)
             with run.watch.phase("saving"):
                 run.saver.save(run.position)
         if is_stopped and not is_last:
@@ -122,6 +123,13 @@ def _steps_left(run: Run) -> None:
                 where=run.plan.run_dir,
                 fix="run the same command again to resume from here",
             )
+
+
+def _emit_events(run: Run) -> None:
+    """Write what the method has gathered: before a checkpoint, behind which a resumed run gathers anew."""
+    if isinstance(run.step.method, ReportsEvents):
+        for event in run.step.method.events(run.position.step):
+            run.emit(event)
 
 
 def is_over(run: Run) -> bool:
@@ -301,8 +309,14 @@ def _is_logged(run: Run, step: int) -> bool:
 
 def _to_host(sums: dict[str, Tensor]) -> dict[str, float]:
     """The sums as numbers, in one transfer: the only host synchronisation of a step."""
-    values = torch.stack([value.detach().double() for value in sums.values()]).tolist()
-    return dict(zip(sums, values, strict=True))
+    values = torch.cat([value.detach().double().reshape(-1) for value in sums.values()]).tolist()
+    return dict(zip(_names(sums), values, strict=True))
+
+
+def _names(sums: dict[str, Tensor]) -> Iterator[str]:
+    """Of a vector a name for each number."""
+    for name, value in sums.items():
+        yield from [name] if value.dim() == 0 else (f"{name}/{number}" for number in range(len(value)))
 
 
 def _emit(

@@ -147,6 +147,17 @@ class SaveEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsEvent:
+    """`experts`: tokens that a mixture's experts were sent, written before a checkpoint."""
+
+    step: int
+    steps: int
+    """Logged steps since the last such line, whose tokens these are."""
+    tokens: tuple[tuple[int, ...], ...]
+    """Tokens of each expert of each layer, of all micro-batches and ranks; without padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleEvent:
     """`sample`: the model's completions of the prompts of `eval.samples`, in their order."""
 
@@ -192,6 +203,7 @@ Event = (
     | MemoryEvent
     | HostEvent
     | SaveEvent
+    | ExpertsEvent
     | SampleEvent
     | NoteEvent
     | FinalEvent
@@ -204,6 +216,7 @@ KINDS: dict[str, type[Event]] = {
     "memory": MemoryEvent,
     "host": HostEvent,
     "save": SaveEvent,
+    "experts": ExpertsEvent,
     "sample": SampleEvent,
     "note": NoteEvent,
     "final": FinalEvent,
@@ -252,6 +265,8 @@ def from_values(values: Mapping[str, Any]) -> Event:
     known = {one.name for one in fields(kind)}
     heard = {PREVIOUS_FIELDS.get(key, key): _heard(value) for key, value in values.items()}
     taken = {key: value for key, value in heard.items() if key in known}
+    if kind is ExpertsEvent and "tokens" in taken:
+        taken["tokens"] = tuple(tuple(layer) for layer in taken["tokens"])
     if "lengths" in taken:
         taken["lengths"] = tuple((bound, count) for bound, count in taken["lengths"])
     if "texts" in taken:

@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from memtrain.trainers.protocols.events import Event
+
 Ints = NDArray[np.int64]
 
 
@@ -38,7 +40,8 @@ class Loss(NamedTuple):
     value: Tensor
     """Scalar, divided by the denominator of the whole step: micro-batches and ranks add up."""
     sums: dict[str, Tensor]
-    """Sums for the metrics, detached scalars on the device; the loop divides them by `count`."""
+    """Sums for the metrics, detached, on the device: scalars, which the loop divides by `count`; of a vector
+    the loop makes a sum of each number, `name/0` and so on."""
 
 
 class Method(Protocol):
@@ -82,6 +85,15 @@ class ReportsMeans(Protocol):
 
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Metrics from sums over all micro-batches and ranks."""
+        ...
+
+
+@runtime_checkable
+class ReportsEvents(Protocol):
+    """A method that has more to tell than numbers of a step."""
+
+    def events(self, step: int) -> list[Event]:
+        """Events since this was asked last, for the metrics; asked on every rank before a save."""
         ...
 
 

@@ -19,6 +19,7 @@ from memtrain.trainers.protocols.events import (
     REWARD,
     DataEvent,
     EvalEvent,
+    ExpertsEvent,
     FinalEvent,
     HostEvent,
     MemoryEvent,
@@ -31,6 +32,7 @@ from memtrain.trainers.run_folder.folder import RunFolder, Status
 from memtrain.trainers.run_folder.metrics import read_metrics
 from memtrain.trainers.run_folder.progress import ROLLOUT_TOKENS, decimal, duration, speed_tokens
 from memtrain.trainers.run_folder.report.evaluation_rows import ending_rows, pair_rows, set_rows, sets_of
+from memtrain.trainers.run_folder.report.expert_rows import expert_words
 from memtrain.trainers.run_folder.report.rollout_words import counted_words, mean_length_words
 
 MOST_AVERAGED_STEPS = 10
@@ -62,6 +64,7 @@ class Report:
     final: FinalEvent | None
     saves: tuple[SaveEvent, ...] = ()
     samples: tuple[SampleEvent, ...] = ()
+    experts: tuple[ExpertsEvent, ...] = ()
     host: HostEvent | None = None
     """The last step whose host time was measured."""
 
@@ -139,6 +142,7 @@ def load_report(folder: RunFolder) -> Report:
         notes=tuple(event for event in events if isinstance(event, NoteEvent)),
         saves=tuple(event for event in events if isinstance(event, SaveEvent)),
         samples=tuple(event for event in events if isinstance(event, SampleEvent)),
+        experts=tuple(event for event in events if isinstance(event, ExpertsEvent)),
         final=finals[-1] if finals else None,
         host=next((event for event in reversed(events) if isinstance(event, HostEvent)), None),
     )
@@ -331,6 +335,8 @@ def _figures_table(report: Report) -> Table:
         table.add_row("speed", f"{figures.tokens_per_s:,.0f} tokens/s ({counted})")
     if words := host_words(report):
         table.add_row("host time", words)
+    if words := expert_words(report.experts):
+        table.add_row("fullest expert", words)
     if figures.measured_bytes is not None:
         table.add_row("peak memory", _peak_words(figures))
     if report.saves:

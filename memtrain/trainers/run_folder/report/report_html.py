@@ -25,6 +25,7 @@ from memtrain.trainers.run_folder.report.evaluation_rows import (
     set_rows,
     sets_of,
 )
+from memtrain.trainers.run_folder.report.expert_rows import expert_words, layers_of
 from memtrain.trainers.run_folder.report.report import (
     Figures,
     Report,
@@ -79,6 +80,8 @@ def render_report(report: Report) -> str:
         memory=memory_of(report),
         phases=phases_of(report),
         splits=[(data, _lengths(report, data), lost_words(data), source_words(data)) for data in report.data],
+        experts=layers_of(report.experts),
+        expert_words=expert_words(report.experts),
         samples=sample_columns(prompts_of(report), report.samples),
         num_samples=len(report.samples),
         decisions=[(one.setting, one.value, one.reason, one.source) for one in decisions],

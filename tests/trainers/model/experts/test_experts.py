@@ -215,18 +215,22 @@ def test_stacks_that_cannot_be_packed_are_told_before_anything_loads() -> None:
 
 
 def test_tokens_of_a_step_are_counted_once_a_layer(tmp_path: Path) -> None:
-    """Twelve tokens with two experts each in two layers, whatever is recomputed."""
+    """Ten of twelve tokens with two experts each in two layers, whatever is recomputed or asked beside."""
     saved("qwen3_moe", tmp_path)
     model = adapted(quantized(tmp_path, "4bit"))
     checkpoint_layers(model, 1)
     counts = token_counts(model)
     assert counts is not None
-    counts.is_on = True
+    is_token = torch.arange(12) < 10
     step(model)
+    with counts.counting(is_token):
+        with torch.no_grad():
+            model(input_ids=torch.arange(12)[None], use_cache=False)
+        step(model)
     taken = counts.take()
     assert taken is not None
     assert taken.shape == (2, 6)
-    assert taken.sum(1).tolist() == [24, 24]
+    assert taken.sum(1).tolist() == [20, 20]
     assert counts.take() is None
 
 
