@@ -388,6 +388,15 @@ RANKS = {
     "FSDP2": sft(LLAMA, FSDP),
     "FSDP2, checkpointed, accumulating": sft(QWEN, FSDP | EVERY | HALF, 2),
     "FSDP2, eight ranks, LoRA": sft(LLAMA, FSDP | {"num_processes": 8, "adapter": LORA} | EVERY),
+    "FSDP2, QLoRA, checkpointed, accumulating": sft(
+        QWEN, FSDP | {"adapter": LORA, "quantize": "4bit"} | EVERY | HALF, 2
+    ),
+    "FSDP2, 8-bit weights, checkpointed": sft(
+        LLAMA, FSDP | {"adapter": LORA, "quantize": "8bit"} | EVERY | HALF
+    ),
+    "qwen3_moe, QLoRA, FSDP2": arch(
+        "qwen3_moe", FSDP | QLORA | EVERY, head_dim=32, moe_intermediate_size=96, **EXPERTS
+    ),
     "FSDP2, dpo, a copy": Case("dpo", LLAMA, FSDP | {"reference": "copy"} | EVERY | SHARED),
     "FSDP2, shards on the host": sft(LLAMA, FSDP | AWAY),
     "FSDP2, shards on the host, checkpointed, accumulating": sft(QWEN, FSDP | AWAY | EVERY | HALF, 2),

@@ -16,7 +16,7 @@ from memtrain.memory.estimate.context_parallel import (
     num_gathered_kv,
     ulysses_kept,
 )
-from memtrain.memory.estimate.quantized import unpacked_bytes
+from memtrain.memory.estimate.quantized import packs_itself, unpacked
 from memtrain.memory.estimate.workload import Workload
 
 MASK_BLOCK = 128
@@ -144,9 +144,32 @@ def layer_backward(load: Workload) -> int:
 
     In the MLP: everything kept, and the gradients of the product's two factors and of the residual stream
     (the product itself is gone by then; Liger writes them over the factors, and the product's own is there).
-    In the attention: what the attention kept, its gradients, and the kernel's scratch.
+    In the attention: what the attention kept, its gradients, and the kernel's scratch. Packed weights are
+    unpacked at other moments; bitsandbytes' 8-bit products hold copies of their rows besides.
     """
-    return max(mlp_backward(load), attention_backward(load)) + dequantized(load)
+    if load.settings.quantize == "8bit" and load.shape.experts is None and not packs_itself(load.settings):
+        return max(mlp_backward(load), attention_backward(load)) + dequantized(load)
+    return max(mlp_backward(load), attention_backward(load), unpacking_backward(load))
+
+
+def unpacking_backward(load: Workload) -> int:
+    """Bytes at the MLP's packed maps in a layer's backward pass; 0 where weights are not packed.
+
+    At the last map: everything kept, the gradients that come in, and the map as it is unpacked, or unpacked
+    beside the gradient that it makes; those of the MLP's factors are not there yet. At the maps before it
+    what the MLP kept is gone, and these are.
+    """
+    if load.settings.quantize == "none":
+        return 0
+    shape, N, a = load.shape, load.N, load.a
+    k = shape.experts.num_per_token if shape.experts else 0
+    width = max(shape.mlp_width, k * shape.experts.mlp_width if shape.experts else 0)
+    coming = a * N * shape.width * (1 + k)
+    last, largest = (unpacked(shape, a, load.settings, last=one) for one in (True, False))
+    at_last = layer_kept(load) + max(last.most, last.whole + a * N * width)
+    made = a * N * shape.width * max(1, k)
+    before = layer_kept(load) - mlp_kept(load) + 2 * a * N * width + max(largest.most, largest.whole + made)
+    return coming + max(at_last, before)
 
 
 def scratch_at_peak(load: Workload) -> int:
@@ -300,12 +323,13 @@ def dequantized(load: Workload) -> int:
     computation, while they are multiplied."""
     if load.settings.quantize == "none":
         return 0
-    return unpacked_bytes(load.shape, load.a, load.settings.quantize, load.settings.device)
+    return unpacked(load.shape, load.a, load.settings).most
 
 
 def _keeps_input(load: Workload, *names: str) -> bool:
-    """Dropout makes copies of its own, so the input itself is let go; 8-bit maps hold theirs in any case."""
-    if load.settings.quantize == "8bit":
+    """Dropout makes copies of its own, so the input itself is let go; bitsandbytes' 8-bit maps hold theirs in
+    any case."""
+    if load.settings.quantize == "8bit" and not packs_itself(load.settings):
         return True
     adapter = load.settings.adapter
     return adapter is not None and not adapter.dropout and _adapts(load, *names)

@@ -22,6 +22,7 @@ from memtrain.memory.estimate.auxiliary_models import value_model
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
+from memtrain.memory.estimate.quantized import packs_itself
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
 from memtrain.memory.estimate.sharded.zero import (
     TO_SAVE,
@@ -331,7 +332,7 @@ def kept_despite(load: Workload) -> int:
     Source: bitsandbytes 0.50.2, autograd/_functions.py: MatMul8bitLt holds its input as an attribute, which
     hooks on saved tensors do not see. Seen on a CPU by tests/trainers/tools/trace/test_trace_bits.py.
     """
-    if load.settings.quantize != "8bit" or load.settings.device == "cpu":
+    if load.settings.quantize != "8bit" or packs_itself(load.settings):
         return 0
     shape = load.shape
     dense = shape.width + shape.mlp_width if shape.num_expert_layers < shape.num_layers else 0

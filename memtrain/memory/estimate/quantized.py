@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from math import gcd
+from typing import NamedTuple
 
 from memtrain.memory.model_shape.layer_parts import ExpertStack
-from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.model_shape.shape import MLP_NAMES, ModelShape
+from memtrain.memory.plan.engine_kinds import shards_weights
+from memtrain.memory.plan.settings import Settings
 
 NF4_BLOCK = 64
 """Weights that share a scale. Source: bitsandbytes' default."""
@@ -16,6 +19,9 @@ SCALE_BLOCK = 256
 NF4_BYTES = 0.5 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * SCALE_BLOCK)
 """Bytes of a 4-bit weight: half a byte, an 8-bit scale for 64, a float32 scale for 256 of those.
 Source: Dettmers et al. 2023, arXiv:2305.14314, section 3."""
+
+LAST = "down_proj"
+"""Name of the last map of an MLP, and of its experts' stack."""
 
 UNPACKED_BYTES = 256 * 2**20
 """Most bytes of a stack of experts that are unpacked at once (one matrix may be more). Taste: a product with
@@ -36,6 +42,24 @@ def linear_bytes(shape: ModelShape, quantize: str) -> int:
     return round(NF4_BYTES * linear) if quantize == "4bit" else linear
 
 
+def packed_layer(shape: ModelShape, size: int, quantize: str) -> int:
+    """Bytes of the largest layer where its linear maps and experts are packed; `size`: bytes of the rest's
+    weights."""
+    every = shape.num_layer_parameters
+    rest = size * (every - shape.num_linear_weights - shape.num_expert_weights)
+    packed = linear_bytes(shape, quantize) + expert_bytes(shape, quantize)
+    largest = shape.num_per_layer(expert=shape.num_expert_layers > 0)
+    return round((rest + packed) * largest / every)
+
+
+def packs_itself(settings: Settings) -> bool:
+    """Whether linear maps are packed by memtrain's own code: on a CPU, and in shards.
+
+    bitsandbytes keeps the scales of a weight beside it, where nothing cuts them.
+    """
+    return settings.device == "cpu" or shards_weights(settings)
+
+
 def experts_at_once(stack: ExpertStack, size: int) -> int:
     """Experts that are unpacked together: all that need at most `UNPACKED_BYTES`, in whole blocks of scales.
 
@@ -46,17 +70,34 @@ def experts_at_once(stack: ExpertStack, size: int) -> int:
     return min(stack.num_experts, max(1, UNPACKED_BYTES // (each * size) // least) * least)
 
 
-def unpacked_bytes(shape: ModelShape, size: int, quantize: str, device: str) -> int:
-    """Bytes of what is unpacked at once for a product: a linear map, or some experts of a stack.
+class Unpacked(NamedTuple):
+    """Bytes of weights that are unpacked for a product."""
+
+    most: int
+    """While they are unpacked."""
+    whole: int
+    """Unpacked."""
+
+
+def unpacked(shape: ModelShape, size: int, settings: Settings, *, last: bool = False) -> Unpacked:
+    """The largest linear map, or the experts of a stack that are unpacked at once; with `last` those of the
+    MLP's last map.
 
     `size`: bytes of an unpacked weight. Scales of experts in 4 bits are made in float32 from codes of four
-    bytes. On a CPU linear maps are unpacked in the same way, and 4-bit numbers are float32 before they are
-    rounded, by codes of pairs of them in four bytes.
+    bytes; those of linear maps too, where they are packed by the same code. On a CPU 4-bit numbers are
+    float32 before they are rounded, by codes of pairs of them in four bytes.
     """
-    experts = (experts_at_once(stack, size) * stack.num_rows * stack.num_columns for stack, _ in shape.stacks)
-    most = max(experts, default=0)
-    if quantize == "8bit":
-        return size * max(shape.largest_linear, most)
-    if device == "cuda":
-        return max(size * shape.largest_linear, round(most * (size + 8 / NF4_BLOCK)))
-    return round(max(shape.largest_linear, most) * (4 / NF4_BLOCK + 4 + (2 if size == 4 else size)))
+    maps = [part for part in shape.linears if not last or part.name == LAST]
+    if shape.num_expert_layers == shape.num_layers and shape.counts is None:
+        maps = [part for part in maps if part.name not in MLP_NAMES]
+    plain = max((part.num_inputs * part.num_outputs for part in maps), default=0)
+    stacks = [stack for stack, _ in shape.stacks if not last or stack.name == LAST]
+    each = (experts_at_once(stack, size) * stack.num_rows * stack.num_columns for stack in stacks)
+    experts = max(each, default=0)
+    whole = size * max(plain, experts)
+    if settings.quantize == "8bit":
+        return Unpacked(whole, whole)
+    if settings.device == "cuda":
+        own = max(experts, plain if packs_itself(settings) else 0)
+        return Unpacked(max(size * plain, round(own * (size + 8 / NF4_BLOCK))), whole)
+    return Unpacked(round(max(plain, experts) * (4 / NF4_BLOCK + 4 + (2 if size == 4 else size))), whole)

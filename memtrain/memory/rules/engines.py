@@ -123,8 +123,13 @@ def decide_loading(ledger: DecisionLog, settings: Settings) -> None:
     """Note the part of the model that each process loads."""
     if not shards_weights(settings):
         return
+    if settings.quantize == "8bit":
+        words = "int8 by row, in shards; products are with the widened weight, in the model's own precision"
+        ledger.decide_again("quantize", "8bit", words, "model.quantize")
     if settings.loads_shards:
         words = "each process loads, or initialises, only its own part of the weights"
+        if settings.quantize != "none":
+            words += "; a weight is packed whole, and then cut"
         ledger.decide("loading", "parts", words)
         return
     is_zero = settings.engine == "zero3"
@@ -210,6 +215,9 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
     in_parts = engine == "zero3"
     faults = vllm_faults(recipe) if in_parts else []
     faults += _unshared_faults(recipe, "of flat parts")
+    if recipe.model.quantize != "none":
+        what = f"weights in {recipe.model.quantize} are cut into shards by FSDP2 alone"
+        faults.append((what, "model.quantize", "set it to none, or cluster.engine: fsdp2 or ddp"))
     if recipe.memory.optimizer_offload == "on":
         what = (
             "the engine steps flat parts of weights, and memory.optimizer_offload moves the states of "
@@ -262,14 +270,6 @@ def fsdp2_faults(recipe: Recipe, dtype: str) -> list[tuple[str, str, str]]:
 def _unshared_faults(recipe: Recipe, of_what: str) -> list[tuple[str, str, str]]:
     """Faults of a recipe that no engine with divided weights or states can honour."""
     faults: list[tuple[str, str, str]] = []
-    if recipe.model.quantize != "none":
-        faults.append(
-            (
-                f"weights in {recipe.model.quantize} cannot be cut into shards of their rows",
-                "model.quantize",
-                "set it to none, or cluster.engine: ddp",
-            )
-        )
     if recipe.taught is not None and recipe.taught.kind != "file":
         what = f"a teacher beside a student {of_what} is untested"
         fix = "set top_k and top_k_file (memtrain score-teacher), or cluster.engine: ddp"

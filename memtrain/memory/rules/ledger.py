@@ -63,6 +63,11 @@ class DecisionLog:
             Decision(setting=setting, value=str(value), reason=shown, source=source if is_written else "rule")
         )
 
+    def decide_again(self, setting: str, value: object, reason: str, path: str | None = None) -> None:
+        """Note a decision in place of an earlier one about the same setting."""
+        self.decisions[:] = [one for one in self.decisions if one.setting != setting]
+        self.decide(setting, value, reason, path)
+
     def has(self, package: str) -> bool:
         """Whether the run can import a package."""
         return package in self.presumed or bool(installed(package))

@@ -33,6 +33,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.heads.value_head import ValueScorer
+from memtrain.trainers.model.quantized.packed import shardable
 from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.wide_sums import HALF, set_wide
 from memtrain.trainers.runtime.weight_layout import full_of, local_of
@@ -49,6 +50,7 @@ def shard(scorer: nn.Module, settings: Settings) -> None:
 
     Raises: LaunchError when a group trains weights of several precisions.
     """
+    shardable(scorer)
     mesh = init_device_mesh(settings.device, (settings.num_processes,))
     for base in models_of(scorer):
         for group in _groups(base):

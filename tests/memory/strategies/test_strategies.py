@@ -229,7 +229,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("optimizer_in_backward", {"in_backward": True, "num_processes": 2}),
     ("optimizer_in_backward", {"in_backward": True, "micro_batch_size": 2}),
     ("full_offloading", SHARDED | {"offload": "all"}),
-    ("qlora", SHARDED | LORA | {"quantize": "4bit"}),
+    ("qlora", LORA | {"quantize": "4bit", "dtype": "float32", "num_processes": 2, "engine": "zero3"}),
     ("adafactor", SHARDED | {"optimizer": "adafactor"}),
     ("adamw_8bit", SHARDED | {"optimizer": "adamw_8bit"}),
     ("paged_adamw", SHARDED | {"optimizer": "paged_adamw"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from memtrain.memory.estimate.quantized import packed_layer
 from memtrain.memory.estimate.workload import DTYPE_BYTES
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import is_sharded
@@ -59,9 +60,12 @@ def groups(settings: Settings, shape: ModelShape) -> Groups:
         gradients = size * count if is_trained else 0
         return Group(size * count, gradients, 4 * count if is_trained else 0)
 
-    layer = plain(shape.num_per_layer(expert=shape.num_expert_layers > 0), is_trained=adapter is None)
+    is_mixture = shape.num_expert_layers > 0
+    layer = plain(shape.num_per_layer(expert=is_mixture), is_trained=adapter is None)
+    if settings.quantize != "none":
+        layer = Group(packed_layer(shape, size, settings.quantize))
     if adapter is not None:
-        added = 4 * shape.num_adapter_per_layer(adapter, expert=shape.num_expert_layers > 0)
+        added = 4 * shape.num_adapter_per_layer(adapter, expert=is_mixture)
         layer = Group(layer.weights + added, added, added)
     names = () if adapter is None else {name.rsplit(".", 1)[-1] for name in adapter.modules_to_save}
     embedding = plain(shape.num_embedding, is_trained=adapter is None or "embed_tokens" in names)

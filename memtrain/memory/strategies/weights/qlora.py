@@ -3,15 +3,15 @@
 When: the weights alone do not fit in half precision. Saves: three quarters of the linear maps' bytes, beside
 what LoRA saves. Costs: weights are widened for every product (10-30 % of a step), and what NF4 rounds away.
 Not exact: another frozen model. Refused: on a GPU without bitsandbytes, and for training every weight.
-Stacked experts, which bitsandbytes passes over, are packed in the same form by memtrain; on a CPU linear
-maps too.
+Stacked experts, which bitsandbytes passes over, are packed in the same form by memtrain; on a CPU and in
+shards of FSDP2 linear maps too.
 
 Source: Dettmers et al. 2023, arXiv:2305.14314, section 3.
 """
 
 from __future__ import annotations
 
-from memtrain.memory.plan.engine_kinds import is_sharded
+from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.precision import copies_beside
 from memtrain.memory.strategies.base import (
@@ -67,7 +67,7 @@ STRATEGY = Strategy(
             when=lambda settings: settings.adapter is None,
         ),
         Conflict(
-            "weights in shards", "quantized weights cannot be cut into shards of their rows", when=is_sharded
+            "DeepSpeed's shards", "quantized weights are cut into shards by FSDP2 alone", when=uses_zero
         ),
     ),
 )

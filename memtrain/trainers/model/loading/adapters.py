@@ -26,6 +26,7 @@ from memtrain.trainers.model.experts.adapters import beside_experts, shapes_of_p
 from memtrain.trainers.model.loading.adapter_targets import check_targets
 from memtrain.trainers.model.loading.lora_layers import in_few_kernels
 from memtrain.trainers.model.loading.sharded_init import is_keeping
+from memtrain.trainers.model.quantized.packed import layout_of
 from memtrain.trainers.model.streamed.wide_products import linear
 
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS"}
@@ -88,6 +89,8 @@ def check_new_tokens_learn(model: PeftModel) -> None:
 def _round_to(model: nn.Module, dtype: torch.dtype) -> None:
     """Round new adapters as PEFT does beside weights that have data: they are float32 numbers of `dtype`."""
     for module in (module for module in model.modules() if isinstance(module, LoraLayer)):
+        if layout_of(module.get_base_layer(), getattr(module, "parameter_name", "weight")) is not None:
+            continue  # beside packed weights PEFT rounds nothing
         for low_rank in (*module.lora_A.values(), *module.lora_B.values()):
             for weight in low_rank.parameters():
                 weight.data = weight.data.to(dtype).to(weight.dtype)

@@ -179,7 +179,15 @@ def _pretrained(
     _scores_once(config, head)
     may_miss = SCORE_HEADS if head == "score" and is_new else ()
     if is_keeping():
-        return empty_model(origin, config, DTYPES[settings.dtype], AUTO[head], may_miss=may_miss)
+        return empty_model(
+            origin,
+            config,
+            settings,
+            AUTO[head],
+            dtype=DTYPES[settings.dtype],
+            device=local_device(settings),
+            may_miss=may_miss,
+        )
     kwargs: dict[str, Any] = {"quantization_config": quantization_config(settings)}
     if settings.device == "cuda":
         # Straight to where it lives, weight by weight: the host holds the whole model where that is there.

@@ -1,4 +1,4 @@
-"""Frozen weights in 4-bit NF4 or 8-bit: by bitsandbytes on a GPU, by our own code on a CPU."""
+"""Frozen weights in 4-bit NF4 or 8-bit: by bitsandbytes on a GPU, by our own code on a CPU and in shards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memtrain.errors import LaunchError
+from memtrain.memory.estimate.quantized import packs_itself
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.quantized.quantizer import OwnConfig
 
@@ -16,7 +17,8 @@ def quantization_config(settings: Settings) -> Any | None:
     """Value of `quantization_config` for `from_pretrained`; None when the weights stay as they are.
 
     4bit: NF4 with double quantization (about 0.516 bytes a weight). 8bit: LLM.int8. The LM head, norms and
-    embeddings keep `settings.dtype`.
+    embeddings keep `settings.dtype`. In shards the layout is our own, with the same numbers: bitsandbytes
+    keeps the scales of a weight beside it, whole on every rank.
 
     Source: Dettmers et al. 2023, arXiv:2305.14314, section 3 (NF4, double quantization);
     Dettmers et al. 2022, arXiv:2208.07339 (8-bit).
@@ -25,11 +27,12 @@ def quantization_config(settings: Settings) -> Any | None:
     """
     if settings.quantize == "none":
         return None
-    if settings.device == "cpu":
+    if settings.device != "cpu":
+        refuse_without_bitsandbytes(
+            settings.device, f"model.quantize: {settings.quantize}", "model.quantize: none"
+        )
+    if packs_itself(settings):
         return OwnConfig(settings.quantize)
-    refuse_without_bitsandbytes(
-        settings.device, f"model.quantize: {settings.quantize}", "model.quantize: none"
-    )
     from transformers import BitsAndBytesConfig
 
     if settings.quantize == "8bit":

@@ -29,6 +29,7 @@ from memtrain.trainers.model.loading.sharded_init import (
     kept_in_parts,
     not_drawn,
 )
+from memtrain.trainers.model.loading.sharded_packed import keep_packed
 from memtrain.trainers.model.loading.weight_files import INDEX, SINGLE, check_weights, index_of
 from memtrain.trainers.runtime.weight_layout import local_of, rows_of
 
@@ -61,12 +62,20 @@ def own_rows() -> Stretch:
 
 
 def empty_model(
-    origin: Origin, config: PretrainedConfig, dtype: torch.dtype, auto: Any, *, may_miss: Sequence[str] = ()
+    origin: Origin,
+    config: PretrainedConfig,
+    settings: Settings,
+    auto: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    may_miss: Sequence[str] = (),
 ) -> PreTrainedModel:
     """A model of class `auto` without data: its numbers are known to be in its files, or drawn.
 
     Drawn are weights that the files have not and `may_miss`. Buffers are real: they are computed from the
-    configuration. Raises: NeedsWhole where its files do not have its weights, or it keeps some in float32.
+    configuration. What is quantized is packed on `device`. Raises: NeedsWhole where its files do not have
+    its weights, or it keeps some in float32.
     """
     files = _files_of(origin)
     with torch.random.fork_rng(devices=[]), not_drawn(), init_empty_weights(include_buffers=False):
@@ -85,8 +94,11 @@ def empty_model(
     folder = next(iter(files.values())).parent
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(str(folder))
-    for name, weight in weights.items():
-        keep(weight, sources.get(name))
+    packed = set[str]()
+    if settings.quantize != "none":
+        packed = keep_packed(model, settings.quantize, sources, device)
+    for name in (name for name in weights if name not in packed):
+        keep(weights[name], sources.get(name))
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in drawn):
         model._init_weights(model.get_submodule(owner))
     return model
@@ -176,7 +188,10 @@ def fill_rows(scorer: nn.Module, kept: Mapping[str, Kept], device: torch.device)
     with torch.no_grad():
         for name, weight in scorer.named_parameters():
             one = kept[name]
-            local_of(weight).view(-1).copy_(one.numbers(mine(one.shape)))
+            numbers = one.numbers(mine(one.shape))
+            own = local_of(weight).view(-1)
+            # Bytes of packed weights lie as another type (quantized/packed.py).
+            (own if numbers.is_floating_point() else own.view(numbers.dtype)).copy_(numbers)
             one.forget()
 
 

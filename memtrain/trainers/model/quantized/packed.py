@@ -8,7 +8,7 @@ They are frozen parameters, so that they move, are counted and travel to the hos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,10 @@ SUFFIXES: dict[Bits, tuple[str, ...]] = {
     "8bit": ("", "_scales"),
 }
 """Endings of the parameters that hold a packed weight, in the order of `NF4` and `Int8`."""
+
+SHARDED = torch.float8_e4m3fn
+"""Type under which bytes lie in shards. FSDP2 until torch 2.12 makes parameters of what it cuts that could
+have gradients, so of floating-point numbers alone; nothing computes with this one, and no bit moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +114,25 @@ def matrices_of(module: nn.Module, name: str) -> Matrices:
         weight = module._parameters[name]
         assert weight is not None, "A module has the weight that is asked for."
         return Matrices((weight,), weight.shape, weight.dtype, None)
-    parts = tuple(module._parameters[name + suffix] for suffix in SUFFIXES[layout.bits])
-    return Matrices(parts, layout.shape, layout.dtype, layout.bits)  # pyright: ignore[reportArgumentType]
+    held: Any = [module._parameters[name + suffix] for suffix in SUFFIXES[layout.bits]]
+    codes = torch.int8 if layout.bits == "8bit" else torch.uint8
+    parts = tuple(part.detach().view(codes) if part.dtype == SHARDED else part for part in held)
+    return Matrices(parts, layout.shape, layout.dtype, layout.bits)
 
 
 def parts_in(module: nn.Module) -> set[str]:
     """Names of the parameters that hold the packed weights of a module."""
     layouts: dict[str, Layout] = vars(module).get(LAYOUTS, {})
     return {name + suffix for name, layout in layouts.items() for suffix in SUFFIXES[layout.bits]}
+
+
+def shardable(model: nn.Module) -> None:
+    """Let the bytes of packed weights lie as a type that can be cut into shards; their storages stay."""
+    for module in model.modules():
+        for name in parts_in(module):
+            part = module._parameters[name]
+            if part is not None and not part.is_floating_point():
+                module._parameters[name] = nn.Parameter(part.detach().view(SHARDED), requires_grad=False)
 
 
 def layout_of(module: nn.Module, name: str) -> Layout | None:

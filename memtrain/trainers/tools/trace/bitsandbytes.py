@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from memtrain.memory.estimate.bitsandbytes_states import BLOCK, LEAST_8BIT, LEAST_PAGED, WEIGHT_BLOCK
+from memtrain.memory.estimate.quantized import packs_itself
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim
@@ -47,11 +48,11 @@ def pack_linear_maps(model: PreTrainedModel, bits: str) -> None:
 
 def pack_without_data(model: PreTrainedModel, settings: Settings) -> None:
     """Put packed weights in place of what a run packs while it loads: linear maps as bitsandbytes has them,
-    or as a CPU has them, and stacks of experts."""
+    or as a CPU and shards have them, and stacks of experts."""
     bits = settings.quantize
     if bits == "none":
         return
-    if settings.device == "cpu":
+    if packs_itself(settings):
         quantizer.pack_linear_maps(model, bits, set(get_keys_to_not_convert(model)))
         for module in model.modules():
             if isinstance(module, quantizer.PackedLinear):
