@@ -19,7 +19,6 @@ from memtrain.trainers.model.quantized.linear import PackedLinear, pack_linear_m
 from memtrain.trainers.model.quantized.packed import SUFFIXES, Bits, pack, parts_of
 from memtrain.trainers.model.quantized.quantizer import begin_packed
 
-
 Read = Callable[[range], Tensor]
 """Reads a stretch of a flattened weight."""
 
@@ -28,7 +27,8 @@ class _Packing:
     """A weight in its files; packed when the first of its parts is wanted, and let go with the last."""
 
     def __init__(self, source: Read, shape: torch.Size, dtype: torch.dtype, bits: Bits) -> None:
-        self._source, self._shape, self._dtype, self._bits = source, shape, dtype, bits
+        self._source, self._shape, self._dtype = source, shape, dtype
+        self._bits: Bits = bits
         self._parts: dict[int, Tensor] = {}
         self._taken = 0
 
