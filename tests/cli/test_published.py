@@ -1,0 +1,51 @@
+"""Published runs: what they must say of themselves, and how far predictions of the same work may be off."""
+
+import importlib.util
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "published"
+RUNS = json.loads((FOLDER / "runs.json").read_text())
+SAME = [run for run in RUNS if not run["differs"]]
+
+
+@pytest.fixture(scope="module")
+def predict():
+    spec = importlib.util.spec_from_file_location("predict_published", FOLDER / "predict.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_runs_come_from_fifteen_sources_and_each_has_its_link_and_what_differs():
+    assert len({run["source"] for run in RUNS}) >= 15
+    assert len(RUNS) >= 150
+    for run in RUNS:
+        assert run["link"].startswith("https://"), run["setting"]
+        assert run["measures"] in ("allocated", "reserved")
+        assert run["measured_gib"] > 0
+        assert all(run["differs"]), run["setting"]
+    assert len({json.dumps(run) for run in RUNS}) == len(RUNS), "a run is counted twice"
+
+
+def test_predictions_of_the_same_work_are_within_the_promise(predict):
+    ratios = [predict.compared(run).ratio for run in SAME]
+    assert len(ratios) >= 9
+    assert statistics.median(abs(one - 1) for one in ratios) < 0.01
+    assert max(abs(one - 1) for one in ratios) < 0.05
+    assert min(ratios) > 0.97
+
+
+@pytest.mark.parametrize(
+    "run", [run for run in RUNS if run["setting"].endswith("transformers")], ids=lambda run: run["setting"]
+)
+def test_the_longest_rows_that_fit_a_card_are_predicted_to_fit_and_to_fill_it(predict, run):
+    assert 0.9 < predict.compared(run).ratio <= 1
