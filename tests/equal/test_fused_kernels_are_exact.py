@@ -20,6 +20,7 @@ from memtrain.trainers.model.offload import activations as activations_module
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.model.offload.copy_engines import LazyEngine
 from memtrain.trainers.model.offload.offloader import Offloader
+from memtrain.trainers.model.quantized.linear import PackedLinear, pack_linear_maps
 
 LENGTHS = (5, 9, 2, 8)
 TREATMENTS: dict[str, tuple[dict[str, Any], Adapter | None]] = {
@@ -32,6 +33,10 @@ TREATMENTS: dict[str, tuple[dict[str, Any], Adapter | None]] = {
     "streamed": ({"slice_tokens": 8}, None),
     "streamed, LoRA": ({"slice_tokens": 8}, Adapter(r=4)),
     "weights on the host": ({"weights_offload": True, "checkpoint_every": 1}, None),
+    "QLoRA": ({"quantize": "4bit"}, Adapter(r=4)),
+    "QLoRA, checkpointed": ({"quantize": "4bit", "checkpoint_every": 1}, Adapter(r=4)),
+    "QLoRA, streamed": ({"quantize": "4bit", "slice_tokens": 8}, Adapter(r=4)),
+    "LoRA on 8 bits, checkpointed": ({"quantize": "8bit", "checkpoint_every": 1}, Adapter(r=4)),
 }
 
 
@@ -61,10 +66,15 @@ def test_the_step_is_that_of_transformers(
     for kernels in ("transformers", "fused"):
         model = copy.deepcopy(base)
         settings = make_settings(**({"checkpoint_every": 0} | changes | {"kernels": kernels}))
+        if settings.quantize != "none":
+            pack_linear_maps(model, settings.quantize, {"lm_head"})
+            for module in model.modules():
+                if isinstance(module, PackedLinear):
+                    module.pack()
         apply_kernels(model, settings)
         if adapter is not None:
             torch.manual_seed(1)
-            model = add_adapter(model, adapter)
+            model = add_adapter(model, adapter, quantize=settings.quantize)
             for parameter in model.parameters():
                 # B begins at zero, where A has no gradient.
                 if parameter.requires_grad:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -27,9 +28,11 @@ from memtrain.trainers.checkpoints.manifest import (
     is_of_another_version,
     read_manifest,
 )
+from memtrain.trainers.checkpoints.parallel_write import NUM_THREADS
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.atomic_files import disk_fault, sync_file, sync_folder, write_whole
 from memtrain.trainers.runtime.ranks import Ranks
+from memtrain.trainers.runtime.threads import do_all
 
 Parts = Mapping[str, Callable[[Path], None]]
 """Parts of a save: each writes a file, a folder, or files that have the given path's name before a dot."""
@@ -183,11 +186,15 @@ class Save:
 
     def entries(self, files: Iterable[Path]) -> list[FileEntry]:
         """Checksums of some files, which are then on the disk itself."""
-        made: list[FileEntry] = []
-        for file in files:
+        made: dict[Path, FileEntry] = {}
+
+        def take(file: Path) -> None:
             sync_file(file)
-            made.append(file_entry(self.unfinished, file))
-        return made
+            made[file] = file_entry(self.unfinished, file)
+
+        held = list(files)
+        do_all([partial(take, file) for file in held], min(NUM_THREADS, len(held)))
+        return [made[file] for file in held]
 
     def finish(self, entries: Iterable[FileEntry]) -> None:
         """Name the new checkpoint, and remove the ones no longer kept; main rank only."""

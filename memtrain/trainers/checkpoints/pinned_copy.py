@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ State = Any
 """State as in state_io.py."""
 
 STAGE_BYTES = 64 * 2**20
-"""Pinned memory that a copy from CUDA passes through, a piece at a time. Taste: large copies reach the bus's
-rate, and pinned memory is not swapped."""
+"""Pinned memory of each of the two stages that a copy from CUDA passes through. Taste: large copies reach the
+bus's rate, and pinned memory is not swapped."""
 
 
 class HostCopies:
@@ -27,7 +28,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
         self._next = 0
-        self._stage: Tensor | None = None
+        self._stages: list[Tensor] = []
 
     def begin(self) -> None:
         """Begin a new copy: nothing that was copied before is read any more, and its buffers may be
@@ -69,13 +70,23 @@ class HostCopies:
         return state
 
     def _through_stage(self, source: Tensor, target: Tensor) -> None:
-        """Copy from the device, a piece at a time through pinned memory."""
-        if self._stage is None:
-            self._stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+        """Copy from the device through pinned memory: a piece travels while the one before is put away."""
+        if not self._stages:
+            self._stages = [torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         from_bytes, to_bytes = (one.reshape(-1).view(torch.uint8) for one in (source, target))
-        for start in range(0, from_bytes.numel(), STAGE_BYTES):
+        stream = torch.cuda.current_stream(source.device)
+        under_way: Callable[[], None] = lambda: None  # noqa: E731
+        for number, start in enumerate(range(0, from_bytes.numel(), STAGE_BYTES)):
             piece = from_bytes[start : start + STAGE_BYTES]
-            staged = self._stage[: piece.numel()]
+            staged = self._stages[number % 2][: piece.numel()]
             staged.copy_(piece, non_blocking=True)
-            torch.cuda.current_stream(source.device).synchronize()
-            to_bytes[start : start + piece.numel()].copy_(staged)
+            under_way()
+            home = to_bytes[start : start + piece.numel()]
+            under_way = partial(_put_away, stream.record_event(), staged, home)
+        under_way()
+
+
+def _put_away(arrived: torch.Event, staged: Tensor, home: Tensor) -> None:
+    """Copy a piece out of pinned memory once it is there."""
+    arrived.synchronize()
+    home.copy_(staged)

@@ -1,8 +1,8 @@
 """State to disk and back, bit for bit, without pickle: nested containers of plain values and tensors.
 
 A state is saved as `NAME.safetensors` (every tensor, named by its path in the state) and `NAME.json` (the
-structure, with the plain values in place). Tensors are written one at a time, so that saving needs host
-memory for the largest tensor only, and not for all of them.
+structure, with the plain values in place). Tensors are copied to the host a piece at a time, so that saving
+needs no host memory for all of them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from memtrain.trainers.checkpoints.parallel_write import write_tensors_at
 from memtrain.trainers.runtime.safetensors_header import DTYPES
-from memtrain.trainers.runtime.safetensors_writer import write_bytes
 
 State = Any
 """None, bool, int, float, str, tensor, numpy array; and lists, tuples and mappings of them."""
@@ -135,8 +136,13 @@ def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     with open(path, "wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
-        for _, tensor in ordered:
-            write_bytes(tensor, file)
+        file.flush()
+        start = file.tell()
+        ends = accumulate(tensor.nbytes for _, tensor in ordered)
+        write_tensors_at(
+            file.fileno(),
+            [(one, start + end - one.nbytes) for (_, one), end in zip(ordered, ends, strict=True)],
+        )
 
 
 def _names_in(node: Any) -> set[str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from memtrain.errors import Diverged, Interrupted, MemtrainError
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.evaluation import LOSS, SET_MARK
+from memtrain.trainers.batches.ahead import BatchesAhead
 from memtrain.trainers.build.training_step import TrainingStep
 from memtrain.trainers.loop.early_stopping import is_spent, note_evaluation
 from memtrain.trainers.loop.oom.recover import Cursor, Exhausted, Part, Recovery
@@ -68,6 +69,8 @@ class Run:
     """Completions of fixed prompts after a step, which move nothing."""
     metrics: Callable[[], dict[str, float]] | None = None
     """Metrics of completions of held-out prompts, beside the loss."""
+    ahead: BatchesAhead = field(default_factory=BatchesAhead)
+    """Makes the next micro-batch while one is worked on."""
     position: TrainState = field(default_factory=TrainState)
     started: float = field(default_factory=time.time)
     """Seconds since 1970."""
@@ -95,9 +98,11 @@ def _steps_left(run: Run) -> None:
     samples = run.plan.recipe.eval.samples
     if run.sample is not None and samples is not None and samples.at_start and run.position.step == 0:
         run.emit(run.sample(0))
+    coming: StepWork | None = None
     while not is_over(run):
         started = time.perf_counter()
-        work = run.steps.work(run.position.step, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas)
+        work = coming or _work(run, run.position.step)
+        coming = _work_after(run, work)
         # Only where rows are not there is something written for a step.
         one_step(run, work, 0.0 if isinstance(run.steps, Steps) else time.perf_counter() - started)
         run.position.step += 1
@@ -130,6 +135,21 @@ def _emit_events(run: Run) -> None:
     if isinstance(run.step.method, ReportsEvents):
         for event in run.step.method.events(run.position.step):
             run.emit(event)
+
+
+def _work(run: Run, step: int) -> StepWork:
+    return run.steps.work(step, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas)
+
+
+def _work_after(run: Run, work: StepWork) -> StepWork | None:
+    """Work of the next step, whose first micro-batch is made during this one; None where it is not known."""
+    run.ahead.after_step = None
+    if not isinstance(run.steps, Steps) or work.step + 1 >= run.plan.settings.max_steps:
+        return None
+    coming = _work(run, work.step + 1)
+    first = run.recovery.divide(run.steps.feed, coming.micro_batches[:1])
+    run.ahead.after_step = first[0].sequences if first else None
+    return coming
 
 
 def is_over(run: Run) -> bool:
@@ -283,9 +303,13 @@ def before_step(
 
 
 def _on_device(run: Run, parts: Sequence[Part], cursor: Cursor) -> Iterator[Any]:
-    for number, part in enumerate(parts):
+    coming = [*(part.sequences for part in parts[1:]), run.ahead.after_step]
+    for number, (part, following) in enumerate(zip(parts, coming, strict=True)):
         cursor.at = number
-        yield run.steps.feed.micro_batch(part.sequences).to(run.device)
+        micro_batch = run.ahead.take(run.steps.feed, part.sequences)
+        if following is not None:
+            run.ahead.begin(run.steps.feed, following, run.device)
+        yield micro_batch.to(run.device)
 
 
 def _is_due(run: Run, work: StepWork, every_steps: int | None) -> bool:

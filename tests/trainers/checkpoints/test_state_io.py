@@ -1,9 +1,11 @@
 """What is saved comes back bit for bit, and nothing is ever unpickled."""
 
 import copy
+import errno
 import math
 import random
 import struct
+import threading
 from collections import OrderedDict
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from memtrain.trainers.checkpoints import parallel_write
 from memtrain.trainers.checkpoints.state_io import load_state, save_state
 from memtrain.trainers.runtime.safetensors_header import DTYPES
 
@@ -143,6 +146,35 @@ def test_a_mapping_comes_back_as_a_dict_in_order(tmp_path: Path):
 def test_what_would_need_pickle_is_refused(tmp_path: Path, value: object):
     with pytest.raises(TypeError, match="optimizer.0"):
         save_state({"optimizer": [value]}, tmp_path / "state")
+
+
+def test_several_threads_write_the_file_that_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    turned = torch.randn(30, 40).t()
+    state = {"a": torch.randn(1000), "b": turned, "c": torch.arange(70), "d": torch.tensor(2.0).bfloat16()}
+    save_state(state, tmp_path / "one")
+    threads: set[str] = set()
+    real = parallel_write._write_piece
+    monkeypatch.setattr(parallel_write, "PIECE_BYTES", 256)
+    monkeypatch.setattr(
+        parallel_write,
+        "_write_piece",
+        lambda *given: (threads.add(threading.current_thread().name), real(*given)),
+    )
+    save_state(state, tmp_path / "several")
+    assert threads == {"worker"}
+    written = [(tmp_path / f"{name}.safetensors").read_bytes() for name in ("one", "several")]
+    assert written[0] == written[1]
+    assert same(load_state(tmp_path / "several"), state)
+
+
+def test_a_disk_that_refuses_a_thread_refuses_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*given: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(parallel_write, "PIECE_BYTES", 256)
+    monkeypatch.setattr(parallel_write.os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_state({"a": torch.randn(1000)}, tmp_path / "state")
 
 
 def test_other_tools_read_the_file(tmp_path: Path):
