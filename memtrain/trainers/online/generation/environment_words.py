@@ -25,9 +25,10 @@ class PlainWords:
 
     tokenizer: PreTrainedTokenizerFast
 
-    def ids(self, words: str, *, closes_turn: bool) -> list[int]:
+    def ids(self, words: str | Sequence[str], *, closes_turn: bool) -> list[int]:
         """Tokens of the words."""
-        return self.tokenizer.encode(words, add_special_tokens=False)
+        text = words if isinstance(words, str) else "".join(words)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def text(self, ids: Sequence[int]) -> str:
         """Text of a turn of the model, without special tokens."""
@@ -36,18 +37,18 @@ class PlainWords:
 
 @dataclass(frozen=True, slots=True)
 class TemplateWords(PlainWords):
-    """Words as a message of their own role, with the beginning of the model's next turn behind it."""
+    """Words as messages of their own role, with the beginning of the model's next turn behind them."""
 
     rendering: Rendering
     turn_end: TurnEnd
     role: str
 
-    def ids(self, words: str, *, closes_turn: bool) -> list[int]:
-        """Tokens of the message. The token that ends the model's turn is the model's own, or comes first."""
+    def ids(self, words: str | Sequence[str], *, closes_turn: bool) -> list[int]:
+        """Tokens of the messages. The token that ends the model's turn is the model's own, or comes first."""
         closing = [self.turn_end.token_id] if closes_turn else []
         return closing + self.tokenizer.encode(self.between(words), add_special_tokens=False)
 
-    def between(self, words: str) -> str:
+    def between(self, words: str | Sequence[str]) -> str:
         """Text from the end of the model's turn to the beginning of its next.
 
         Raises: DataError where the template refuses the role, or writes earlier turns otherwise when others
@@ -55,8 +56,9 @@ class TemplateWords(PlainWords):
         """
         try:
             before = conversation(ASKED, (), self.rendering, generation_prompt=False)[0]
-            message = {"role": self.role, "content": words}
-            after = conversation((*ASKED, message), (), self.rendering, generation_prompt=True)[0]
+            texts = (words,) if isinstance(words, str) else words
+            messages = tuple({"role": self.role, "content": text} for text in texts)
+            after = conversation((*ASKED, *messages), (), self.rendering, generation_prompt=True)[0]
         except BadRow as error:
             raise DataError(
                 f"the chat template cannot write the words of an environment with role {self.role}: {error}",

@@ -18,6 +18,7 @@ from memtrain.trainers.online.generation.environment_words import words_of_envir
 from memtrain.trainers.online.generation.protocol import Finish, Group, Sample, Sampling
 from memtrain.trainers.online.rewards.environment import (
     EnvironmentClass,
+    Words,
     check_environment,
     load_environment,
     replies,
@@ -32,7 +33,7 @@ MOST_SEED = 2**31
 class WritesWords(Protocol):
     """Words of an environment as tokens, and turns of the model as text."""
 
-    def ids(self, words: str, *, closes_turn: bool) -> list[int]:
+    def ids(self, words: str | Sequence[str], *, closes_turn: bool) -> list[int]:
         """Tokens of the environment's words up to the model's next turn; `closes_turn`: no token ended the
         model's last one."""
         ...
@@ -148,7 +149,7 @@ class TurnWriter:
         """Episodes that go on: environments are asked about turns that ended, their words put behind."""
         asked = [one for one in episodes if one.finish is None]
 
-        def ask() -> list[tuple[str | None, bool]]:
+        def ask() -> list[tuple[Words | None, bool]]:
             turns = [(one.environment, self.words.text(one.turn)) for one in asked]
             return replies(self.environment, turns, self.rewards)
 

@@ -1,9 +1,10 @@
 """Environments of `rewards.environment`: classes of the user's that answer the model, turn by turn.
 
-A class has `step(text) -> str | None`: it gets the text of the model's turn, and gives the words that
-follow it, or None where the conversation is over. It may have `reset(...)`, called once for each completion
-with what it takes by name: `prompt`, `seed` and columns of the row. `role` ("user", "tool", ...) is the role
-of its words in a conversation. Reward functions get the object itself as `environment`.
+A class has `step(text) -> str | list[str] | None`: it gets the text of the model's turn, and gives the words
+that follow it (of a list, a message each), or None where the conversation is over. It may have `reset(...)`,
+called once for each completion with what it takes by name: `prompt`, `seed` and columns of the row. `role`
+("user", "tool", ...) is the role of its words in a conversation. Reward functions get the object itself as
+`environment`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from memtrain.errors import DataError, Fault, RecipeError
 from memtrain.recipes.sections.rewards import Environment, Rewards
@@ -23,6 +24,8 @@ PLACE = "rewards.environment"
 GIVEN = ("prompt", "seed")
 """Arguments of `reset` beside the columns of the row."""
 DEFAULT_ROLE = "user"
+Words = str | list[str]
+"""Words of an environment: one message, or several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def check_environment(made: EnvironmentClass, columns: Sequence[str]) -> None:
 
 def replies(
     made: EnvironmentClass, asked: Sequence[tuple[Any, str]], rewards: Rewards
-) -> list[tuple[str | None, bool]]:
+) -> list[tuple[Words | None, bool]]:
     """(the words that follow each turn, or None at the end; whether the environment failed), in order.
 
     `asked`: an object with the text of the model's turn. Calls have the deadline of rewards.
@@ -97,21 +100,30 @@ def replies(
     """
     calls = [partial(environment.step, text) for environment, text in asked]
     outcomes = call_all(calls, is_async=made.is_async, timeout_s=rewards.timeout_s, at_once=rewards.at_once)
-    found: list[tuple[str | None, bool]] = []
+    found: list[tuple[Words | None, bool]] = []
     for outcome in outcomes:
         if outcome.error is not None:
             found.append((None, True))
             if rewards.on_error == "error":
                 raise failure(made, outcome.error) from outcome.error
             continue
-        if outcome.value is not None and not isinstance(outcome.value, str):
+        if outcome.value is not None and not is_words(outcome.value):
             raise DataError(
                 f"{made.recipe.path}.step returned a {type(outcome.value).__name__}",
                 PLACE,
-                "return the words that follow, as a string, or None where the conversation is over",
+                "return the words that follow (a string, or a list of strings), or None where the "
+                "conversation is over",
             )
         found.append((outcome.value, False))
     return found
+
+
+def is_words(value: object) -> bool:
+    """Whether a value is text, or a list of texts with one in it at least."""
+    if isinstance(value, list):
+        items = cast(list[object], value)
+        return bool(items) and all(isinstance(one, str) for one in items)
+    return isinstance(value, str)
 
 
 def failure(made: EnvironmentClass, error: Exception) -> DataError:
