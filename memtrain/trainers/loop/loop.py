@@ -55,8 +55,8 @@ class Run:
     watch: MemoryWatch
     host_time: HostTime
     """Looks at one step closely."""
-    stepped: Callable[[int], None]
-    """Called after each step with its number, the first of which is 1."""
+    stepped: Callable[[int, int], None]
+    """Called after each step with its number, the first of which is 1, and its tokens."""
     is_asked_to_stop: Callable[[], bool]
     saver: Saver
     recovery: Recovery
@@ -183,7 +183,7 @@ def one_step(run: Run, work: StepWork, rollout_s: float = 0.0) -> None:
     _emit(run, work, totals, lr, time.perf_counter() - started, rollout_s)
     if run.position.skipped_steps > skipped:
         run.emit(NoteEvent(step=work.step + 1, text=skipped_words(run.position)))
-    run.stepped(work.step + 1)
+    run.stepped(work.step + 1, work.num_tokens)
     if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
         run.saver.settle()
         raise Diverged(

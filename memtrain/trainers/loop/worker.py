@@ -50,7 +50,7 @@ from memtrain.trainers.loop.oom.recover import Exhausted, Recovery
 from memtrain.trainers.loop.rank_failures import LAUNCHED, clear_faults, note_fault
 from memtrain.trainers.loop.sampling import open_writer, sampled
 from memtrain.trainers.loop.saver import Saver
-from memtrain.trainers.loop.step_watches import compilations_of, host_time_of
+from memtrain.trainers.loop.step_watches import host_time_of, step_watch
 from memtrain.trainers.memory_meter.live_tensors import live_bytes, resident
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.memory_meter.resized_storages import counting_mode
@@ -120,7 +120,7 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
             emit=sinks.emit,
             watch=watch,
             host_time=host_time_of(plan, sinks, position, ranks),
-            stepped=compilations_of(plan, sinks),
+            stepped=step_watch(plan, sinks, ranks),
             is_asked_to_stop=_asked(stop, sinks, position),
             saver=_open_saver(stack, plan, folder, built, ranks, sinks, online),
             recovery=recovery,
