@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,8 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.sections.model import Adapter
+from memtrain.trainers.batches.collate import Piece, pad_right
+from memtrain.trainers.losses.head.request import NllRequest
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout, shared_layout
+from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.offload import activations as activations_module
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
@@ -95,6 +99,34 @@ def test_loss_and_gradients_are_those_of_the_plain_run(
         assert error(streamed, exact) <= limit
     stream_layers(model, 0)
     assert step(model, ROWS[rows])[0] == loss
+
+
+def test_padded_rows_go_in_slices_as_under_the_models_own_attention(tiny_model: TinyModel):
+    """Padding and all end to end: slices begin in rows and in padding."""
+    model = tiny_model(num_hidden_layers=2)
+    generator = torch.Generator().manual_seed(0)
+    pieces = [
+        Piece(torch.randint(0, 128, (length,), generator=generator).int().numpy(), np.ones(length, np.bool_))
+        for length in (37, 5, 50)
+    ]
+    batch = pad_right(pieces, pad_id=0)
+    inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+
+    def ask() -> tuple[float, dict[str, Tensor]]:
+        model.zero_grad()
+        request = NllRequest(batch.targets, torch.ones(len(batch.targets)))
+        loss = Scorer(model)(inputs, batch.scored_index, request).loss
+        loss.backward()
+        return loss.item(), {name: w.grad.clone() for name, w in model.named_parameters()}
+
+    set_attention(model, AttentionBackend.TRANSFORMERS)
+    loss, gradients = ask()
+    set_attention(model, AttentionBackend.TORCH_CPU)
+    for slice_tokens in (64, 24, 11):
+        stream_layers(model, slice_tokens)
+        found, streamed = ask()
+        assert found == pytest.approx(loss, rel=1e-6)
+        assert error(streamed, gradients) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("rows", ROWS)

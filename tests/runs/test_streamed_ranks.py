@@ -1,5 +1,8 @@
 """Streamed layers on several ranks: the losses and the model of one process without slices."""
 
+import os
+from importlib.util import find_spec
+
 import pytest
 from shared_out import assert_same_curve, assert_same_model
 
@@ -7,7 +10,24 @@ PACKED = ("length.max_length=256", "length.packing=bfd", "train.batch_size=4", "
 STREAMED = ("memory.streamed_layers=on", "memory.slice_tokens=48")
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+ENGINES = [
+    "ddp",
+    "fsdp2",
+    pytest.param("zero1", marks=[DEEPSPEED, pytest.mark.slow]),
+    pytest.param("zero2", marks=[DEEPSPEED, pytest.mark.slow]),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Imported once, before the ranks are forked."""
+    if find_spec("deepspeed") is not None:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed  # noqa: F401
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_with_slices_have_the_losses_of_one_process_without(shared_runs, curve_of, engine: str):
     one = shared_runs.folder / "one"
     if not one.exists():

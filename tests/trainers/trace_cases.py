@@ -270,6 +270,7 @@ STREAMED = {
         SMALL | {"model_type": "gemma2", "sliding_window": 64, "head_dim": 32, "query_pre_attn_scalar": 32},
         {"attention": "masked"},
     ),
+    "streamed, padded": streamed(LLAMA, {"padding_free": False}),
     "streamed, FSDP2": streamed(LLAMA, {"num_processes": 2, "engine": "fsdp2"}),
     "streamed, FSDP2, accumulating": streamed(QWEN, {"num_processes": 2, "engine": "fsdp2"} | HALF, 2),
     "streamed, FSDP2, LoRA": streamed(LLAMA, {"num_processes": 2, "engine": "fsdp2", "adapter": LORA}),

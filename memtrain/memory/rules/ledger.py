@@ -160,7 +160,8 @@ def decide_attention(
     )
     wanted = recipe.model.attention
     wants_flat = recipe.length.padding_free or recipe.length.packing != "none"
-    padded = padded_by(recipe)
+    # In slices padded rows lie end to end too, padding and all: a layer has the tokens of one row.
+    padded = "" if streams(recipe) else padded_by(recipe)
     if padded and wanted == "auto":
         wanted = "transformers"
     elif padded and wanted != "transformers":
@@ -213,6 +214,11 @@ def padded_by(recipe: Recipe) -> str:
     if length.padding_free is False:
         return "length.padding_free: false"
     return "length.group_by_length: true" if length.group_by_length else ""
+
+
+def streams(recipe: Recipe) -> bool:
+    """Whether a recipe asks for streamed layers."""
+    return recipe.memory.streamed_layers == "on" or "streamed_layers" in recipe.memory.use
 
 
 def refuse_what_cannot_run(ledger: DecisionLog, hardware: Hardware) -> None:

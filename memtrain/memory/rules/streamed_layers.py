@@ -7,7 +7,7 @@ from typing import cast
 
 from memtrain.memory.rules.attention import AttentionBackend, AttentionChoice, model_facts
 from memtrain.memory.rules.context_parallel import NOT_SLICED, SLICED
-from memtrain.memory.rules.ledger import DecisionLog
+from memtrain.memory.rules.ledger import DecisionLog, streams
 
 PATH = "memory.streamed_layers"
 
@@ -20,8 +20,13 @@ OF_ALL_TOKENS = (
 )
 """Source: bitsandbytes 0.50.2, MatMul8bitLt: columns in which any token is above the threshold."""
 
-ENGINES = ("ddp", "fsdp2")
-"""Engines that were tried with slices: whole weights, or layers gathered once for all their slices."""
+ENGINES = ("ddp", "fsdp2", "zero1", "zero2")
+"""Engines that slices run under: whole weights, or layers gathered once for all their slices."""
+
+BY_MODULE = (
+    "ZeRO-3 gathers weights and cuts up gradients module by module, in each module's own passes: a layer in "
+    "slices would be gathered for each of them, and its gradients cut up before they are summed"
+)
 
 
 def mixing_layers(config: Mapping[str, object]) -> str | None:
@@ -35,7 +40,7 @@ def refuse_streaming(
 ) -> None:
     """Note everything that `memory.streamed_layers: on` cannot be with."""
     recipe = ledger.asked.recipe
-    if recipe.memory.streamed_layers != "on" and "streamed_layers" not in recipe.memory.use:
+    if not streams(recipe):
         return
     if choice.backend not in STREAMED:
         others = "; ".join(f"{backend}: {why}" for backend, why in choice.refused if backend in STREAMED)
@@ -43,7 +48,7 @@ def refuse_streaming(
             f"streamed layers under {choice.backend} attention: {NOT_SLICED}"
             f"{f' ({others})' if others else ''}",
             PATH,
-            f"set length.padding_free: true with {', '.join(STREAMED)} attention, or set {PATH}: off",
+            f"take {', '.join(STREAMED)} attention, or set {PATH}: off",
         )
     mixed = mixing_layers(config)
     if mixed is not None:
@@ -59,7 +64,7 @@ def refuse_streaming(
         ledger.refuse(f"streamed layers: {OF_ALL_TOKENS}", PATH, "set it to off, or model.quantize: 4bit")
     if processes > 1 and recipe.cluster.engine not in ("auto", *ENGINES):
         ledger.refuse(
-            f"streamed layers with {recipe.cluster.engine}: slices are untested with DeepSpeed's hooks",
+            f"streamed layers with {recipe.cluster.engine}: {BY_MODULE}",
             PATH,
-            "set it to off, or cluster.engine: ddp or fsdp2",
+            f"set it to off, or cluster.engine: {', '.join(ENGINES[1:])} or {ENGINES[0]}",
         )

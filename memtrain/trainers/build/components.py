@@ -186,7 +186,7 @@ def _verify_sums(settings: Settings) -> None:
 def _verify_rows(model: PreTrainedModel | PeftModel, plan: Plan) -> None:
     """Check at every relevant length that packed or padded rows compute as they do alone."""
     settings, longest = plan.settings, longest_row(plan)
-    if settings.padding_free or settings.context_parallel > 1:
+    if settings.padding_free or settings.context_parallel > 1 or settings.attention != "transformers":
         verify_isolation(
             model,
             AttentionBackend(settings.attention),

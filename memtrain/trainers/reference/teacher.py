@@ -94,7 +94,7 @@ def _verify(scorer: nn.Module, settings: Settings, longest: int) -> None:
         if not is_stock:
             verify_causal(model)
         verify_head(cast(Scorer, scorer))
-    if settings.padding_free:
+    if settings.padding_free or not is_stock:
         together = settings.micro_tokens or settings.micro_batch_size * longest
         backend = AttentionBackend(settings.attention)
         verify_isolation(model, backend, shared_prompts=False, longest=longest, together=together)

@@ -122,7 +122,7 @@ def test_a_strategy_that_cannot_be_used_here_is_refused_by_name(plan: Plan, name
             "full_offloading cannot be with streamed layers",
         ),
         (
-            {"memory__use": "streamed_layers", "length__padding_free": False},
+            {"memory__use": "streamed_layers", "model__attention": "transformers"},
             "streamed layers under transformers attention",
         ),
         (
@@ -148,7 +148,7 @@ def test_wishes_that_contradict_each_other_are_refused_with_the_way_out(
             {"model__quantize": "8bit", "model__adapter": {"r": 8}},
             "rounded by all tokens of a call together",
         ),
-        ({"cluster__engine": "zero2", "cluster__processes": 2}, "slices are untested with DeepSpeed's hooks"),
+        ({"cluster__engine": "zero3", "cluster__processes": 2}, "cuts up gradients module by module"),
         ({"cluster__context_parallel": 2, "cluster__processes": 2}, "two pieces of each row"),
     ],
 )
@@ -191,7 +191,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("streamed_layers", {"slice_tokens": 64, "compiled": True}),
     ("streamed_layers", {"slice_tokens": 64, "quantize": "8bit"}),
     ("streamed_layers", {"slice_tokens": 64, "router_aux_loss_coef": 0.01}),
-    ("streamed_layers", {"slice_tokens": 64, "engine": "zero2", "num_processes": 2}),
+    ("streamed_layers", {"slice_tokens": 64, "engine": "zero3", "num_processes": 2}),
     ("weights_offload", {"weights_offload": True}),
     ("weights_offload", {"weights_offload": True, "offload": "all"}),
     ("weights_offload", AWAY | {"compiled": True}),

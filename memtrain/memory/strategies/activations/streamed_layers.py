@@ -6,7 +6,7 @@ of input and output, keys and values with their gradients. Costs: as much as che
 and values of a layer once more; the shorter the slices the more kernels. Exact: attention takes the keys
 before a slice whole, gradients of keys are summed in float32; dropout draws its numbers by slice. Refused:
 with attention that returns no log-sum-exp, for models whose layers mix tokens outside attention, with 8-bit
-weights, under DeepSpeed, and with context parallelism.
+weights, under ZeRO-3, and with context parallelism.
 
 Source: StreamBP, arXiv:2506.03077; bytes of a layer: memtrain/memory/estimate/streamed_layers.py,
 `streamed_backward`.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.compiled_layers import IN_PARTS
 from memtrain.memory.rules.context_parallel import NOT_SLICED
-from memtrain.memory.rules.streamed_layers import ENGINES, OF_ALL_TOKENS, STREAMED, mixing_layers
+from memtrain.memory.rules.streamed_layers import BY_MODULE, ENGINES, OF_ALL_TOKENS, STREAMED, mixing_layers
 from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.recipes.recipe import Recipe
 
@@ -86,8 +86,8 @@ STRATEGY = Strategy(
             when=lambda settings: settings.router_aux_loss_coef > 0,
         ),
         Conflict(
-            "zero1, zero2 and zero3",
-            "slices are untested with DeepSpeed's hooks",
+            "zero3",
+            BY_MODULE,
             when=lambda settings: settings.num_processes > 1 and settings.engine not in ENGINES,
         ),
     ),

@@ -24,6 +24,7 @@ from memtrain.trainers.model.attention.row_layout import packed_layout
 from memtrain.trainers.model.attention.run_device import run_device
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.heads.context_parallel_scoring import over_slices
+from memtrain.trainers.model.heads.padded_rows import end_to_end
 
 Inside = Callable[[Pairs, Tensor | None], Any]
 """Function inside a head's module call, on its summed products and its bias."""
@@ -79,8 +80,9 @@ class Scorer(nn.Module):
 
     def hidden(self, inputs: dict[str, Any], index_N: Tensor) -> Tensor:
         """Rows `index_N` of the flattened hidden states [N, D]."""
-        backbone = backbone_of(base_model(self.model))
-        hidden_BTD = backbone(**inputs, use_cache=False).last_hidden_state
+        base = base_model(self.model)
+        given = end_to_end(base, inputs)
+        hidden_BTD = backbone_of(base)(**given, use_cache=False).last_hidden_state
         return hidden_BTD.flatten(0, 1).index_select(0, index_N)
 
     def answered(self, hidden_ND: Tensor, request: Request) -> Any:

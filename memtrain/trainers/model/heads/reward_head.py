@@ -15,6 +15,7 @@ from memtrain.errors import LaunchError
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.heads.context_parallel_scoring import over_slices
 from memtrain.trainers.model.heads.lm_head import backbone_of, base_model
+from memtrain.trainers.model.heads.padded_rows import end_to_end
 
 
 class Rewards(NamedTuple):
@@ -47,7 +48,7 @@ class RewardScorer(nn.Module):
 
     def _rewards(self, inputs: dict[str, Any], last_A: Tensor) -> Rewards:
         base = base_model(self.model)
-        hidden_BTD = backbone_of(base)(**inputs, use_cache=False).last_hidden_state
+        hidden_BTD = backbone_of(base)(**end_to_end(base, inputs), use_cache=False).last_hidden_state
         hidden_AD = hidden_BTD.flatten(0, 1).index_select(0, last_A)
         with torch.autocast(hidden_AD.device.type, enabled=False):
             return Rewards(head_of_rewards(base)(hidden_AD.float())[:, 0])
