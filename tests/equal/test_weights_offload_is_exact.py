@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
@@ -225,4 +226,23 @@ def test_a_pass_that_broke_off_leaves_nothing_behind(
         hidden.logits.sum().backward()
     handle.remove()
     treated.zero_grad()
+    assert equal(train(plain, settings), train(treated, settings))
+
+
+@pytest.mark.parametrize("form", ["plain", "in slices"])
+def test_a_mixture_whose_router_has_an_adapter_is_the_same(make_settings: Callable[..., Settings], form: str):
+    """PEFT sets an adapted router's weight anew in every pass; others of the layer keep their versions."""
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=128, hidden_size=16, moe_intermediate_size=8, num_experts=4, head_dim=8,
+        num_experts_per_tok=2, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain: Any = AutoModelForCausalLM.from_config(config)
+    set_attention(plain, "torch_cpu")
+    plain = add_adapter(plain, Adapter(r=4))
+    treated = copy.deepcopy(plain)
+    settings = make_settings(checkpoint_every=1, adapter=Adapter(r=4), weights_offload=True)
+    settings = settings.model_copy(update=FORMS[form])
+    apply_checkpointing_and_offload(treated, settings, LazyEngine())
+    assert any("gate.lora_A" in name for name, _ in treated.named_parameters())
     assert equal(train(plain, settings), train(treated, settings))

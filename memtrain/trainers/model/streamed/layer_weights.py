@@ -290,9 +290,13 @@ def _view(block: Tensor, place: int, like: Tensor) -> Tensor:
 
 
 def _stand_in(weight: nn.Parameter, view: Tensor) -> nn.Parameter:
-    """A parameter with the data of `view`; a special kind (4-bit) keeps its own attributes."""
+    """A parameter with the data of `view`; a special kind (4-bit) keeps its own attributes.
+
+    Its version is its own, as a parameter's is: PEFT sets an adapted router's weight to itself in every pass
+    (torch's parametrizations), which would age all others of the buffer.
+    """
     if getattr(weight, "quant_state", None) is None:
-        return nn.Parameter(view, requires_grad=weight.requires_grad)
+        return nn.Parameter(view.data, requires_grad=weight.requires_grad)
     made = copy.copy(weight)
     made.data = view
     return made
