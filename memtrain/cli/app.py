@@ -70,13 +70,14 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "rescue", "rescue:rescue", "Diagnose a run that ran out of memory, and find changes that make it fit."
     ),
-    Command("import-trl", "import_config:import_trl", "The same for TRL, with the method given."),
+    Command("import-trl", "import_config:import_trl", "Translate a TRL configuration, its method named."),
     Command("recipes", "recipes:app", "List the shipped recipes; `recipes show NAME` prints one."),
     Command("methods", "methods:methods", "List the methods that a recipe may ask for."),
     Command("schema", "schema:schema", "Print the JSON Schema of a recipe, or the reference page."),
     Command("merge", "merge:merge", "Fold the adapter of a run into its base model."),
     Command("export", "export:export", "Write the model of a checkpoint in the Hugging Face format."),
     Command("chat", "chat:chat", "Talk with the model of a finished run."),
+    Command("lm-eval", "lm_eval:lm_eval", "Benchmarks of lm-evaluation-harness on a trained model."),
     Command("serve", "serve:serve", "The `vllm serve` command for a trained model."),
     Command("gguf", "gguf:gguf", "A trained model as a GGUF file, with a Modelfile for Ollama."),
     Command("push", "push:push", "Upload a trained model and its card to the Hugging Face hub."),

@@ -54,6 +54,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "merge": ("memtrain merge runs/my", "memtrain merge runs/my -o merged --dtype bfloat16"),
     "export": ("memtrain export runs/my", "memtrain export runs/my --step 200 -o model"),
     "chat": ("memtrain chat runs/my", "memtrain chat runs/my --prompt 'What is 2 + 2?' --temperature 0"),
+    "lm-eval": ("memtrain lm-eval runs/my --tasks gsm8k,ifeval --limit 200",),
     "serve": ("memtrain serve runs/my", "memtrain serve runs/my --port 8080 --start"),
     "gguf": ("memtrain gguf runs/my --type q8_0",),
     "push": ("memtrain push runs/my me/my-model --dry-run", "memtrain push runs/my me/my-model --private"),

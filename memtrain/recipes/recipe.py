@@ -191,6 +191,10 @@ class Recipe(Section):
                 raise ValueError(
                     f"eval.{name} asks for text, and the model of {self.method} gives numbers; remove it"
                 )
+        if self.eval.lm_eval is not None and METHODS[self.method].head == "score":
+            raise ValueError(
+                f"eval.lm_eval asks for text, and the model of {self.method} gives numbers; remove it"
+            )
         return self
 
     def _check_watched_metric(self, stopping: EarlyStopping) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memtrain.cli.arguments import OverridesArgument, complete_recipe
 from memtrain.cli.output.terminal import print_text, whole
 from memtrain.recipes.registry import METHODS
+
+if TYPE_CHECKING:
+    from memtrain.memory.plan.plan import Plan
+    from memtrain.trainers.run_folder.folder import RunFolder
 
 DryRun = Annotated[
     bool,
@@ -100,8 +104,10 @@ def run_recipe(
     from memtrain.trainers.run_folder.folder import RunFolder
     from memtrain.trainers.run_folder.trackers import check_trackers
     from memtrain.trainers.runtime.atomic_files import disk_fault
+    from memtrain.trainers.tools.lm_eval import check_asked
 
     check_trackers(loaded.recipe.log.trackers)
+    check_asked(loaded.recipe.eval.lm_eval)
     check_rewards(loaded)
     folder = RunFolder(Path(run_folder_of(loaded, run_dir)))
     # From the first look at the folder to the last word in it: two starts must not see each other's half.
@@ -111,11 +117,8 @@ def run_recipe(
         plan = planned.plan
         check_rewards(loaded, plan.data)
         if resume and is_over(folder, plan):
-            print_text(
-                f"The run in {whole(folder.path)} is finished; nothing was done. Its model: "
-                f"{whole(folder.final)}"
-            )
-            print_text("To run it again: --no-resume, or another --run-dir.")
+            _print_finished(folder)
+            _benchmarks(plan, folder)
             return folder.path
         if resume and (lost := lost_model(folder)):
             print_text(f"The run is finished, but in {whole(folder.final)} {lost}: it is written again.")
@@ -131,4 +134,26 @@ def run_recipe(
             return folder.path
         start(plan, folder, lock, resume=resume)
         print_end(folder)
+        _benchmarks(plan, folder)
     return folder.path
+
+
+def _print_finished(folder: RunFolder) -> None:
+    """Say that a run has nothing left to do."""
+    print_text(
+        f"The run in {whole(folder.path)} is finished; nothing was done. Its model: {whole(folder.final)}"
+    )
+    print_text("To run it again: --no-resume, or another --run-dir.")
+
+
+def _benchmarks(plan: Plan, folder: RunFolder) -> None:
+    """Run the benchmarks of `eval.lm_eval` that were not run on this model yet."""
+    from memtrain.trainers.tools.lm_eval import RESULT_FILE
+
+    asked, results = plan.recipe.eval.lm_eval, folder.path / RESULT_FILE
+    if asked is None or (results.is_file() and results.stat().st_mtime >= folder.status.stat().st_mtime):
+        return
+    from memtrain.cli.commands.lm_eval import print_scores
+
+    print_text()
+    print_scores(folder.path, asked)

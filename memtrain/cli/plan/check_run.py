@@ -272,6 +272,16 @@ def tracker_words(recipe: Recipe) -> str:
     return f"{', '.join(names)}: installed" if names else ""
 
 
+def benchmark_words(recipe: Recipe) -> str:
+    """The benchmarks that are asked for. Raises: LaunchError where their package is missing."""
+    from memtrain.trainers.tools.lm_eval import check_installed
+
+    if recipe.eval.lm_eval is None:
+        return ""
+    check_installed()
+    return f"{', '.join(recipe.eval.lm_eval.tasks)}: lm-evaluation-harness is installed"
+
+
 def device_words(recipe: Recipe) -> str:
     """The packages that the keys of a recipe ask for on CUDA devices, installed or not checked here.
 
@@ -304,5 +314,6 @@ DEVICE_PACKAGES: tuple[tuple[str, str, Callable[[Recipe], bool], str], ...] = (
 """(package, extra of memtrain, whether the recipe asks for it, the key that asks)."""
 PACKAGES: tuple[tuple[str, Callable[[Recipe], str]], ...] = (
     ("trackers", tracker_words),
+    ("benchmarks", benchmark_words),
     ("packages", device_words),
 )

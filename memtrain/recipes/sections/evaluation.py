@@ -93,6 +93,29 @@ class Metrics(Rewards):
         return self
 
 
+class LmEval(Section):
+    """Benchmarks of EleutherAI's lm-evaluation-harness (`pip install 'memtrain[lm-eval]'`) for the final
+    model."""
+
+    tasks: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(min_length=1)]
+    """Names of its tasks or groups (`lm-eval ls tasks`), or YAML files of your own."""
+
+    limit: PositiveInt | None = None
+    """Rows of each task. Not given: all of them."""
+
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    """Examples before each question. Not given: as each task says."""
+
+    batch_size: PositiveInt = 8
+    """Rows that are computed at once. Higher: more memory, faster."""
+
+    include_path: str | None = None
+    """Folder with tasks of your own."""
+
+    apply_chat_template: bool = False
+    """Ask through the model's chat template."""
+
+
 class Eval(Section):
     """Loss on held-out rows, metrics of what the model writes, and samples."""
 
@@ -113,6 +136,11 @@ class Eval(Section):
     """Metrics from functions, for SFT and preference methods: `{functions: ./metrics.py:exact}`. A function
     gets what a reward gets, and as `reference` (or `answer`) the answer of the row, of a pair the chosen one.
     Its mean is a metric of each evaluation, under its name."""
+
+    lm_eval: LmEval | None = None
+    """Run benchmarks of lm-evaluation-harness on the final model when the run is done, in a process of their
+    own: `{tasks: [gsm8k, ifeval], limit: 200}`. Their results are in RUN/lm_eval.json. `memtrain lm-eval RUN`
+    runs them later."""
 
     early_stopping: EarlyStopping | None = None
     """End the run when held-out rows show no gain: `{patience: 3}`. Not given: it makes all its steps."""
