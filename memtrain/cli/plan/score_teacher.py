@@ -60,7 +60,9 @@ def prepared_pass(loaded: LoadedRecipe, *, progress: Callable[[int, int], None] 
     with at_their_lines(loaded):
         refuse_other_teacher(recipe, f"{recipe.method}.teacher")
         data = prepare(recipe, progress=progress)
-        config = model_config(teacher_model(recipe))
+        # Behind a server the teacher's own shape is not asked for: rows are laid out as the student's.
+        is_served = section.teacher_server is not None
+        config = model_config(recipe.model if is_served else teacher_model(recipe))
     hardware = detect(recipe.cluster.device)
     dtype = recipe.model.dtype if section.teacher_dtype == "auto" else section.teacher_dtype
     asked = SourcedRecipe(with_key(recipe, "model.dtype", dtype), loaded.where)

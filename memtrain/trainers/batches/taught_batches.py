@@ -75,6 +75,10 @@ class TaughtFeed(TokenFeed):
         (piece,) = self._pieces(sequence)
         return piece
 
+    def pieces_of(self, sequence: int) -> list[Piece]:
+        """The pieces of a sequence, each of which is read by itself."""
+        return self._pieces(sequence)
+
     def check_file(self) -> None:
         """Raise DataError where the file lacks a piece of the rows."""
         for sequence in range(len(self.tokens)):

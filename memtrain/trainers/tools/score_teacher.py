@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -16,12 +17,16 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.batches.taught_batches import TaughtFeed
 from memtrain.trainers.build.components import feeds_of
 from memtrain.trainers.data.packing.step_order import micro_batches
-from memtrain.trainers.data.store.top_k import TopKFacts, TopKWriter
+from memtrain.trainers.data.store.top_k import TopKFacts, TopKWriter, key_of_piece
 from memtrain.trainers.data.tokenize.teacher_vocabulary import vocabulary_digest
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.losses.distill.request import TopKRequest, TopKResult
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.reference.teacher import scorer_of_teacher
+from memtrain.trainers.tools.teacher_server import TeacherServer, find_server
+
+AT_ONCE = 8
+"""Rows that a server is asked about at a time. Taste."""
 
 Progress = Callable[[int, int], None]
 """Called with (tokens scored so far, tokens in all)."""
@@ -48,7 +53,7 @@ def score_teacher(
     """Write `distill.top_k_file`; `num_columns`: the student's vocabulary; `settings`: of the teacher alone.
 
     Every piece of a row is scored once, however often it comes. Raises: LaunchError when the teacher cannot
-    be loaded, or trusted with rows that lie end to end.
+    be loaded, or trusted with rows that lie end to end, or its server does not answer.
     """
     section = recipe.taught
     assert section is not None, "The command checked the recipe."
@@ -64,6 +69,7 @@ def score_teacher(
             pieces |= dict(feed.keys_of(sequence))
     keys = np.fromiter(pieces, np.uint64, len(pieces))
     counts = np.fromiter(pieces.values(), np.int64, len(pieces))
+    place = f"{recipe.method}.teacher_server"
     facts = TopKFacts(
         teacher=str(section.teacher),
         top_k=section.top_k,
@@ -71,10 +77,23 @@ def score_teacher(
         vocabulary=vocabulary_digest(tokenizer),
         num_columns=num_columns,
     )
-    longest = max(int(feed.tokens.max()) for feed, _ in work)
-    scorer = scorer_of_teacher(recipe, settings, longest)
-    writer = TopKWriter(Path(cast(str, section.top_k_file)).expanduser(), keys, counts, facts)
-    _fill(writer, scorer, work, {key: number for number, key in enumerate(pieces)}, settings, facts, progress)
+    folder = Path(cast(str, section.top_k_file)).expanduser()
+    number_of = {key: number for number, key in enumerate(pieces)}
+    if section.teacher_server is None:
+        longest = max(int(feed.tokens.max()) for feed, _ in work)
+        scorer = scorer_of_teacher(recipe, settings, longest)
+        writer = TopKWriter(folder, keys, counts, facts)
+        _fill(writer, scorer, work, number_of, settings, facts, progress)
+    else:
+        server = find_server(
+            section.teacher_server,
+            str(section.teacher),
+            top_k=facts.top_k,
+            num_columns=num_columns,
+            place=place,
+        )
+        writer = TopKWriter(folder, keys, counts, facts)
+        _fill_from_server(writer, server, work, number_of, progress)
     made = writer.finish()
     return Scored(made, writer.path, int(counts.sum()), writer.path.stat().st_size)
 
@@ -90,6 +109,31 @@ def _work(feed: TaughtFeed, settings: Settings) -> Iterator[tuple[TaughtFeed, np
         micro_tokens=settings.micro_tokens,
     )
     return ((feed, sequences) for sequences in dealt[0])
+
+
+def _fill_from_server(
+    writer: TopKWriter,
+    server: TeacherServer,
+    work: list[tuple[TaughtFeed, np.ndarray]],
+    number_of: dict[int, int],
+    progress: Progress,
+) -> None:
+    """Every piece is asked for once, several at a time: the server batches them."""
+    pieces = {
+        key_of_piece(piece.ids, piece.loss_mask): piece
+        for feed, sequences in work
+        for sequence in sequences.tolist()
+        for piece in feed.pieces_of(sequence)
+    }
+    scored = {key: piece for key, piece in pieces.items() if piece.loss_mask[1:].any()}
+    total, done = sum(len(piece) for piece in scored.values()), 0
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        answers = pool.map(lambda piece: server.likely(piece.ids.tolist()), scored.values())
+        for (key, piece), likely in zip(scored.items(), answers, strict=True):
+            is_scored = piece.loss_mask[1:]
+            writer.put(number_of[key], *(values[is_scored] for values in likely))
+            done += len(piece)
+            progress(done, total)
 
 
 def _fill(

@@ -38,6 +38,12 @@ class Distill(Section):
     """Folder of the teacher's likeliest tokens, which `memtrain score-teacher` writes in one pass over the
     data. The run reads it, and loads no teacher."""
 
+    teacher_server: str | None = None
+    """Address of a vLLM server (or another with its `prompt_logprobs`) that holds the `teacher`, such as
+    `http://localhost:8000`: `memtrain score-teacher` asks it for the likeliest tokens, and loads no weights.
+    The server is to be started with `--max-logprobs` of at least `top_k`. Its key, if it has one, is read
+    from the environment variable VLLM_API_KEY."""
+
     beta: Fraction = 0.5
     """The divergence. 0: forward KL, which covers all that the teacher says; 1: reverse KL, which keeps to
     what it says most; between: the generalized Jensen-Shannon divergence."""
@@ -72,6 +78,29 @@ class Distill(Section):
             raise ValueError(
                 "on_policy_fraction needs a teacher that is asked, and top_k_file knows the rows alone; "
                 "remove top_k and top_k_file, or on_policy_fraction"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _server_can_be_asked(self) -> Distill:
+        if self.teacher_server is None:
+            return self
+        if not self.teacher_server.startswith(("http://", "https://")):
+            raise ValueError(f"teacher_server {self.teacher_server} is no address; write http://HOST:PORT")
+        if self.teacher is None or self.teacher == ADAPTER_OFF:
+            raise ValueError(
+                "teacher_server needs teacher, the model that it serves: its tokenizer is compared with the "
+                "student's"
+            )
+        if self.top_k is None:
+            raise ValueError(
+                "teacher_server tells the likeliest tokens alone, which are read from a file; set top_k: 20 "
+                "and top_k_file: FOLDER, and run memtrain score-teacher"
+            )
+        if self.temperature != 1:
+            raise ValueError(
+                f"temperature is {self.temperature:g}, and a server's log-probs are those at temperature 1; "
+                "set it to 1, or remove teacher_server"
             )
         return self
 

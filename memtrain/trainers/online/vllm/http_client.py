@@ -19,13 +19,16 @@ class Unanswered(Exception):
         self.status = status
 
 
-def ask(method: str, url: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-    """The JSON object that a server answers; empty where it answers nothing.
+def ask(
+    method: str, url: str, body: dict[str, Any] | None, timeout_s: float, *, key: str = ""
+) -> dict[str, Any]:
+    """The JSON object that a server answers; empty where it answers nothing. `key`: of its `--api-key`.
 
     Raises: Unanswered, with the HTTP status where there is one.
     """
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, data, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             text = answer.read()
