@@ -295,8 +295,16 @@ def _resting(load: Workload, *, has_state: bool) -> Moment:
         "layer buffers": device_bytes(load.settings, load.shape) + staged_here(load.settings, load.shape),
         "master copies": static.master,
         "optimizer": static.optimizer if has_state else 0,
-        "batch": 4 * 8 * load.num_whole,
+        "batch": 4 * 8 * load.num_whole + replayed_bytes(load),
     }
+
+
+def replayed_bytes(load: Workload) -> int:
+    """The sampler's choices of experts in a micro-batch: as they come, and as indices."""
+    experts = load.shape.experts
+    if not load.settings.router_replay or experts is None:
+        return 0
+    return (2 + 8) * load.N * load.shape.num_expert_layers * experts.num_per_token
 
 
 def evaluation_moment(load: Workload) -> Moment:

@@ -18,6 +18,7 @@ from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.plan import PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.ledger import DecisionLog
+from memtrain.memory.rules.router_replay import refuse_other_sampler
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.online_base import WithMismatch
 from memtrain.recipes.sections.vllm import Vllm
@@ -46,6 +47,7 @@ def with_generation(
     settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings, facts)})
     settings = settings.model_copy(update={"cuda_graphs": decide_graphs(ledger, settings)})
     _refuse(ledger, settings)
+    refuse_other_sampler(ledger, settings)
     resting = resting_peak(prediction)
     if settings.sampler in ("vllm", "vllm_server"):
         return _with_vllm(ledger, settings, prediction, facts, resting)

@@ -193,6 +193,8 @@ class Settings(Section):
     """Each weight is stepped in the backward pass as soon as its gradient is whole, which is then freed."""
     router_aux_loss_coef: Annotated[float, Mark("recipe")] = 0.0
     """Weight of the load-balance loss of a mixture's routers; 0: there is none."""
+    router_replay: Annotated[bool, Mark("recipe")] = False
+    """The update sends tokens to the experts that the sampler chose."""
     optimizer_offload: Annotated[bool, Mark("bits")] = False
     """Optimizer states wait in host memory and travel to the device for the step, some at a time."""
     preflight: Annotated[

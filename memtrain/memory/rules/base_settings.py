@@ -27,6 +27,7 @@ from memtrain.memory.rules.ledger import (
 from memtrain.memory.rules.precision import precision_settings, refuse_precision
 from memtrain.memory.rules.reference_model import decide_reference, decide_shared_prompts, whole_batch
 from memtrain.memory.rules.router_balance import decide_router_balance
+from memtrain.memory.rules.router_replay import decide_router_replay
 from memtrain.memory.rules.row_positions import decide_positions, decide_scaling, one_row_a_time
 from memtrain.memory.rules.streamed_layers import refuse_streaming
 from memtrain.memory.rules.teacher import decide_teacher
@@ -53,6 +54,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
     if facts.shape.num_positions is None:
         decide_scaling(ledger, facts.config, facts.profile.longest_piece)
     router_weight = decide_router_balance(ledger, facts)
+    replays = decide_router_replay(ledger, facts, balance=router_weight)
     replicas = max(1, processes // recipe.cluster.sharing)
     rows, tokens = batch = decide_batch(ledger, replicas, num_sharing=recipe.cluster.sharing)
     refuse_uneven_groups(ledger, rows)
@@ -82,6 +84,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
             **decide_kernels(ledger, hardware, facts.shape, facts.config),
             "compiled": decide_compile(ledger, facts, processes),
             "router_aux_loss_coef": router_weight,
+            "router_replay": replays,
             "reference": decide_reference(ledger, passes=passes),
             "batch_size": rows,
             "batch_tokens": tokens,

@@ -19,6 +19,7 @@ from memtrain.trainers.build.balanced import balanced
 from memtrain.trainers.build.expert_load import with_expert_load
 from memtrain.trainers.distributed.context_parallel import shared
 from memtrain.trainers.model.context_parallel.groups import make_context
+from memtrain.trainers.model.experts.router_replay import RouterReplay
 from memtrain.trainers.model.heads.build import loss_form, scorer_of
 from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.reward_head import RewardScorer
@@ -119,8 +120,12 @@ def prepare_model(
 def make_scorer(model: Model, own: Model | None, recipe: Recipe, settings: Settings) -> AnyScorer:
     """The scorer of a method around its model; `own`: a value model beside it."""
     if settings.value != "none":
-        return ValueScorer(model, own, **loss_form(settings))
-    return scorer_of(model, METHODS[recipe.method].head, settings)
+        made: AnyScorer = ValueScorer(model, own, **loss_form(settings))
+    else:
+        made = scorer_of(model, METHODS[recipe.method].head, settings)
+    if settings.router_replay and isinstance(made, Scorer):
+        made.replay = RouterReplay(model)
+    return made
 
 
 def share_rows(scorer: AnyScorer, settings: Settings) -> None:

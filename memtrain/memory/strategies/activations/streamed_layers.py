@@ -79,6 +79,11 @@ STRATEGY = Strategy(
             "context_parallel", "a process holds two pieces of each row, and slices of these are untested"
         ),
         Conflict("compiled layers", IN_PARTS, when=lambda settings: settings.compiled),
+        Conflict(
+            "router replay",
+            "the sampler's choices are given to a router for a whole row at once",
+            when=lambda settings: settings.router_replay,
+        ),
         Conflict("8-bit weights", OF_ALL_TOKENS, when=lambda settings: settings.quantize == "8bit"),
         Conflict(
             "a load-balance loss of routers",

@@ -117,6 +117,11 @@ class WithMismatch(FromOwnCompletions):
     importance_correction_max: Annotated[float, Field(gt=0)] | None = 2.0
     """Upper bound of that ratio. null: none."""
 
+    router_replay: bool = False
+    """Mixtures of experts: the update sends every token to the experts that the sampler chose for it (rollout
+    routing replay), whether or not its router has moved meanwhile, or rounds otherwise. Needs the native
+    sampler. Costs 2 bytes a token, layer and chosen expert, on the host and in a checkpoint."""
+
     def correction(self, generate: Generate) -> tuple[MismatchMode, str]:
         """Correction for the sampler's probabilities, and its reason where the recipe leaves it open."""
         if self.importance_correction != "auto":

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft import PeftModel
@@ -25,6 +25,9 @@ from memtrain.trainers.model.attention.run_device import run_device
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.heads.context_parallel_scoring import over_slices
 from memtrain.trainers.model.heads.padded_rows import end_to_end
+
+if TYPE_CHECKING:
+    from memtrain.trainers.model.experts.router_replay import RouterReplay
 
 Inside = Callable[[Pairs, Tensor | None], Any]
 """Function inside a head's module call, on its summed products and its bias."""
@@ -62,6 +65,8 @@ class Scorer(nn.Module):
         open_head(head_of(base), type(base).__name__)
         self.context: ContextRanks | None = None
         """The ranks that hold each row together with this one; None: this rank holds whole rows."""
+        self.replay: RouterReplay | None = None
+        """Routers that can be told their choices; None where nothing records any."""
 
     def forward(self, inputs: dict[str, Any], scored_index_N: Tensor, request: Request) -> Any:
         """The answer to `request` about rows `scored_index_N` of the flattened hidden states [B * T, D].

@@ -15,7 +15,7 @@ from memtrain.memory.model_shape.length_rules import PROBE_PAST, length_rules, r
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.rules.attention import AttentionBackend, model_facts
 from memtrain.trainers.build.components import Built, longest_row
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.lm_head import Scorer, base_model
 from memtrain.trainers.online.generation.decode_graphs import CudaGraphs, DecodeGraphs
 from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.lockstep import Lockstep
@@ -145,6 +145,7 @@ def build_sampler(
             decode=decode,
             tokens_per_sync=TOKENS_PER_SYNC[settings.device],
             graphs=graphs,
+            replay=built.scorer.replay if isinstance(built.scorer, Scorer) else None,
         )
     pad_id = cast(int | None, tokenizer.pad_token_id)
     pad_id = pad_id if pad_id is not None else 0

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from memtrain.memory.rules.attention import AttentionBackend
+from memtrain.trainers.model.experts.router_replay import OWN, RouterReplay
 from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs, Run
 from memtrain.trainers.online.generation.forward import write_tokens
 from memtrain.trainers.online.generation.kv_cache import KVCache, RowPositions, Widths, row_positions
@@ -47,6 +48,9 @@ class Decoder:
     keys: KVCache
     sampling: Sampling
     graphs: DecodeGraphs | None = None
+    replay: RouterReplay | None = None
+    routes_RTLK: Tensor | None = None
+    """int16, the experts of every token that was read, where they are recorded."""
     ids_RT: Tensor = field(init=False)
     logp_RT: Tensor = field(init=False)
     uniform_RT: Tensor = field(init=False)
@@ -60,6 +64,9 @@ class Decoder:
         self.ids_RT = torch.zeros(shape, dtype=torch.long, device=device)
         self.logp_RT = torch.zeros(shape, device=device)
         self.uniform_RT = torch.zeros(shape, dtype=torch.float64, device=device)
+        if self.replay is not None:
+            each = (self.replay.num_routers, self.replay.num_chosen)
+            self.routes_RTLK = torch.full((*shape, *each), OWN, dtype=torch.int16, device=device)
 
     def draw(self, first_row: int, uniforms: Sequence[NDArray[np.float64]]) -> None:
         """Give rows from `first_row` on the numbers that choose their tokens."""
@@ -114,9 +121,16 @@ class Decoder:
     def move_row(self, source: int, target: int, tokens: int) -> None:
         """Put row slot `source` into slot `target`."""
         self.keys.move_row(source, target, tokens)
-        for held in (self.ids_RT, self.logp_RT, self.uniform_RT, self.seen_RV):
+        for held in (self.ids_RT, self.logp_RT, self.uniform_RT, self.seen_RV, self.routes_RTLK):
             if held is not None:
                 held[target] = held[source]
+
+    def routes_of(self, row: int, num_tokens: int) -> NDArray[np.int16]:
+        """The experts of the tokens of a row slot; the newest was not read."""
+        assert self.routes_RTLK is not None, "Experts are recorded."
+        routes_TLK = self.routes_RTLK[row, :num_tokens].cpu().numpy().copy()
+        routes_TLK[num_tokens - 1] = OWN
+        return routes_TLK
 
     def release(self) -> None:
         """Free the memory of recordings."""
@@ -146,7 +160,12 @@ class Decoder:
     def _one_pass(self, at: RowPositions) -> None:
         """Write a token of every row. Nothing waits for the device, and no number of Python is changed."""
         newest_R = self.ids_RT[at.row_R, at.written_R]
-        logits_RV = write_tokens(self.model, newest_R, self.keys, at, self.backend)
+        if self.replay is None or self.routes_RTLK is None:
+            logits_RV = write_tokens(self.model, newest_R, self.keys, at, self.backend)
+        else:
+            with self.replay.recording() as taken:
+                logits_RV = write_tokens(self.model, newest_R, self.keys, at, self.backend)
+            self.routes_RTLK[at.row_R, at.written_R] = taken()
         at.written_R += 1
         self._choose(logits_RV, at.row_R, at.written_R)
 

@@ -12,19 +12,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from peft import PeftModel
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import attention_switched
+from memtrain.trainers.model.experts.router_replay import RouterReplay
 from memtrain.trainers.model.heads.lm_head import base_model
 from memtrain.trainers.model.loading.compiled_layers import as_written
 from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs
 from memtrain.trainers.online.generation.decoding import Decoder, Written
 from memtrain.trainers.online.generation.forward import NAME, read_prompts, register
 from memtrain.trainers.online.generation.kv_cache import KVCache
-from memtrain.trainers.online.generation.protocol import Finish, Group, OnDone, Sample, Sampling
+from memtrain.trainers.online.generation.protocol import Finish, Group, OnDone, Routes, Sample, Sampling
 from memtrain.trainers.runtime.seed import numpy_generator
 
 REFILL_SHARE = 0.25
@@ -66,6 +70,8 @@ class Slot:
 
     length: int
     rows: int
+    routes: NDArray[np.int16] | None = None
+    """Experts of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,8 @@ class NativeSampler:
     further tokens are dropped. Higher: fewer waits for the device."""
     graphs: DecodeGraphs | None = None
     """Recordings of the passes that write a token; None: the host starts every kernel."""
+    replay: RouterReplay | None = None
+    """Records the experts of every token; None: nobody asks for them."""
     name: str = "native"
 
     def generate(
@@ -130,7 +138,9 @@ class _Writing:
         num_groups = min(len(parts), max(1, num_rows // min(part.count for part in parts)))
         longest = len(groups[parts[0].group].prompt_ids)
         self.keys = KVCache(num_groups, num_rows, longest, sampling.max_tokens)
-        self.decoder = Decoder(sampler.model, sampler.backend, self.keys, sampling, sampler.graphs)
+        self.decoder = Decoder(
+            sampler.model, sampler.backend, self.keys, sampling, sampler.graphs, sampler.replay
+        )
         self.stop_ids = frozenset(sampling.stop_ids)
 
     def run(self) -> list[list[Sample]]:
@@ -165,9 +175,9 @@ class _Writing:
             tokens += length
         prompts = [self.groups[part.group].prompt_ids for part in taken]
         first_slot, first_row = len(self.slots), len(self.rows)
-        logits_PV = read_prompts(self.sampler.model, prompts, self.keys, first_slot, self.sampler.backend)
+        logits_PV, routes = self._read(prompts, first_slot)
         for number, part in enumerate(taken):
-            self.slots.append(Slot(len(prompts[number]), part.count))
+            self.slots.append(Slot(len(prompts[number]), part.count, routes[number]))
             samples = range(part.first, part.first + part.count)
             self.rows += [Row(first_slot + number, part.group, sample) for sample in samples]
         self._draw_uniforms(first_row)
@@ -177,6 +187,20 @@ class _Writing:
         counts = torch.tensor([part.count for part in taken], device=logits_PV.device)
         logits_RV = torch.repeat_interleave(logits_PV, counts, 0)
         self._take(self.decoder.first(logits_RV, first_row), first_row)
+
+    def _read(
+        self, prompts: list[tuple[int, ...]], first_slot: int
+    ) -> tuple[Tensor, list[NDArray[np.int16] | None]]:
+        """Logits of the token after each prompt, and the experts of the prompts' tokens."""
+        sampler = self.sampler
+        if sampler.replay is None:
+            logits_PV = read_prompts(sampler.model, prompts, self.keys, first_slot, sampler.backend)
+            return logits_PV, [None] * len(prompts)
+        with sampler.replay.recording() as taken:
+            logits_PV = read_prompts(sampler.model, prompts, self.keys, first_slot, sampler.backend)
+        routes_TLK = taken().cpu().numpy()
+        ends = np.cumsum([len(prompt) for prompt in prompts])
+        return logits_PV, list(np.split(routes_TLK, ends[:-1]))
 
     def _draw_uniforms(self, first_row: int) -> None:
         drawn = [
@@ -227,7 +251,10 @@ class _Writing:
 
     def _end(self, slot: int, finish: Finish) -> None:
         row = self.rows[slot]
-        self.done[row.group][row.sample] = Sample(tuple(row.ids), tuple(row.logprobs), finish)
+        routes = None
+        if (of_prompt := self.slots[row.part].routes) is not None:
+            routes = Routes(of_prompt, self.decoder.routes_of(slot, row.tokens))
+        self.done[row.group][row.sample] = Sample(tuple(row.ids), tuple(row.logprobs), finish, routes=routes)
         self.decoder.at = None
         self._free_row(slot)
         self.slots[row.part].rows -= 1

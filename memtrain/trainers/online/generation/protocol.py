@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 Finish = Literal["stop", "string", "length"]
 
 
@@ -42,6 +45,16 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Routes:
+    """Experts that were chosen for the tokens of a completion and its prompt, by layer; -1: not known."""
+
+    prompt: NDArray[np.int16]
+    """[tokens of the prompt, layers, experts of a token]"""
+    own: NDArray[np.int16]
+    """[tokens of the completion, ...]; the last token was not read, and has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """A completion."""
 
@@ -56,6 +69,8 @@ class Sample:
     is_written: tuple[bool, ...] = ()
     """Of several turns: which of these the model wrote; they are `token_ids`, in order."""
     num_turns: int = 1
+    routes: Routes | None = None
+    """The experts of its tokens, where the sampler records them."""
 
 
 OnDone = Callable[[int, list[Sample]], None]

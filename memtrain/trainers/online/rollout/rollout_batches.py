@@ -42,6 +42,8 @@ class PolicyMicro:
     value_N: Tensor | None = None
     token_advantage_N: Tensor | None = None
     return_N: Tensor | None = None
+    routes_TLK: Tensor | None = None
+    """int16, the experts that the sampler chose for every token of the rows; -1: none."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,6 +72,7 @@ class PolicyMicro:
             value_N=moved(self.value_N),
             token_advantage_N=moved(self.token_advantage_N),
             return_N=moved(self.return_N),
+            routes_TLK=moved(self.routes_TLK),
         )
 
 
@@ -168,6 +171,7 @@ class PolicyFeed:
             value_N=taken(window.value_N),
             token_advantage_N=taken(window.token_advantage_N),
             return_N=taken(window.return_N),
+            routes_TLK=self._routes(sequences.tolist()),
         )
 
     def sample_prompt(self) -> Tensor:
@@ -196,6 +200,35 @@ class PolicyFeed:
             multiple=self.settings.pad_to_multiple_of,
             by_row=self.settings.positions_by_row,
         )
+
+    def _routes(self, answers: Sequence[int]) -> Tensor | None:
+        """The sampler's choices for the rows of some answers, which are laid out as their tokens are."""
+        window = self._at_hand
+        if window.routes_N is None or window.prompt_routes is None:
+            return None
+        num_prompt = len(window.prompt_ids)
+        groups: list[Group] = []
+        for at, members in groupby(answers, key=lambda answer: int(window.prompt_A[answer])):
+            prompt = np.arange(window.prompt_ptr[at], window.prompt_ptr[at + 1], dtype=np.int32)
+            spans = [window.answer_ptr[one : one + 2] + num_prompt for one in members]
+            places = [np.arange(first, end, dtype=np.int32) for first, end in spans]
+            groups.append(Group(prompt, tuple(Answer(own, np.ones(len(own), np.bool_)) for own in places)))
+        laid = collate_answers(
+            groups,
+            [0.0] * len(answers),
+            None,
+            is_shared=self.settings.shared_prompts,
+            is_flat=self.settings.padding_free,
+            pad_id=-1,
+            multiple=self.settings.pad_to_multiple_of,
+            by_row=self.settings.positions_by_row,
+        )
+        place_T = laid.micro_batch.input_ids.reshape(-1).numpy()
+        routes_TLK = np.full((len(place_T), *window.routes_N.shape[1:]), -1, np.int16)
+        of_prompt, own = (place_T >= 0) & (place_T < num_prompt), place_T >= num_prompt
+        routes_TLK[of_prompt] = window.prompt_routes[place_T[of_prompt]]
+        routes_TLK[own] = window.routes_N[place_T[own] - num_prompt]
+        return torch.from_numpy(routes_TLK)
 
     @property
     def _at_hand(self) -> Rollout:

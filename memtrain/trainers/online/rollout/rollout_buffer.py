@@ -72,6 +72,11 @@ class Rollout:
     is_written: NDArray[np.bool_] | None = None
     """Mask of `context_ids`: tokens that the model wrote."""
 
+    prompt_routes: NDArray[np.int16] | None = None
+    """[tokens of `prompt_ids`, layers, experts of a token]: those that the sampler chose."""
+    routes_N: NDArray[np.int16] | None = None
+    """The same of the tokens of answers; -1 for the last of each, which was not read."""
+
     @property
     def num_answers(self) -> int:
         """Answers of the rollout."""
@@ -161,7 +166,20 @@ def new_window(
         is_written=np.array([own for sample in flat for own in sample.is_written], np.bool_)
         if has_turns
         else None,
+        **_routes(samples),
     )
+
+
+def _routes(samples: Sequence[Sequence[Sample]]) -> dict[str, NDArray[np.int16]]:
+    """The experts of all tokens, where the sampler recorded them."""
+    of_prompts = [group[0].routes for group in samples if group]
+    own = [sample.routes for group in samples for sample in group]
+    if not own or any(one is None for one in own):
+        return {}
+    return {
+        "prompt_routes": np.concatenate([one.prompt for one in of_prompts if one is not None]),
+        "routes_N": np.concatenate([one.own for one in own if one is not None]),
+    }
 
 
 def _ids(tokens: Sequence[int]) -> Ids:

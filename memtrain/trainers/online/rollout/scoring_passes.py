@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from memtrain.recipes.sections.methods.online_base import Needs
 from memtrain.trainers.losses.head.linear import LogprobResult
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.losses.policy.ratios import entropy_threshold
+from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.value_head import Valued, ValuedRequest
 from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
 from memtrain.trainers.online.rollout.rollout_buffer import Rollout
@@ -30,8 +31,12 @@ Ints = NDArray[np.int64]
 def answer_scores(
     model: nn.Module, micro_batch: PolicyMicro, *, temperature: float, want_entropy: bool
 ) -> LogprobResult:
-    """Log-probs (and entropies) of the tokens of all answers [N]."""
+    """Log-probs (and entropies) of the tokens of all answers [N].
+
+    Tokens go to the experts that the sampler chose, where the model can be told them.
+    """
     inside = micro_batch.answers.micro_batch
+    _send(model, micro_batch.routes_TLK)
     request = LogprobRequest(inside.targets, temperature=temperature, want_entropy=want_entropy)
     return model(inside.model_inputs(), inside.scored_index, request)
 
@@ -41,8 +46,15 @@ def valued_scores(
 ) -> Valued:
     """The same, with the values [N] that a value model expects before each token."""
     inside = micro_batch.answers.micro_batch
+    _send(model, micro_batch.routes_TLK)
     request = LogprobRequest(inside.targets, temperature=temperature, want_entropy=want_entropy)
     return model(inside.model_inputs(), inside.scored_index, ValuedRequest(request))
+
+
+def _send(model: nn.Module, routes_TLK: Tensor | None) -> None:
+    """Tell a policy's routers their choices, until the next pass: its backward pass computes layers again."""
+    if isinstance(model, Scorer) and model.replay is not None:
+        model.replay.send(routes_TLK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +142,9 @@ def policy_pass(
 
 def reference_pass(reference: Reference, micro_batch: PolicyMicro, temperature: float) -> Tensor:
     """[N], log-probs of the reference at the temperature of the sampler."""
+
+    # A reference has routers of its own mind, and so has the policy without its adapter.
+    micro_batch = replace(micro_batch, routes_TLK=None)
 
     def ask(model: nn.Module, batch: Any) -> Tensor:
         return answer_scores(model, batch, temperature=temperature, want_entropy=False).logp_N
