@@ -47,6 +47,8 @@ def generation_bytes(
     logits = rows * shape.vocab_size * DTYPE_BYTES[settings.dtype]
     choosing = logits + CHOICE_COPIES * min(CHOICE_TILE, 4 * rows * shape.vocab_size)
     drawn = 20 * rows * generate.max_tokens
+    if settings.router_replay and shape.experts is not None:
+        drawn += 2 * rows * generate.max_tokens * shape.num_expert_layers * shape.experts.num_per_token
     # Captured passes hold a pool of their own, beside what reading a prompt takes.
     passes = reading + choosing if settings.cuda_graphs else max(reading, choosing)
     return {"keys and values": keys, "sampling": passes + drawn}
