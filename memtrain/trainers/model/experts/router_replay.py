@@ -63,7 +63,8 @@ class RouterReplay:
             output = plain(*args, **kwargs)
         if sent.num_calls != 1:
             raise LaunchError(
-                f"{type(router).__name__} does not choose its experts by one topk, and cannot be told them",
+                f"{type(router).__name__} does not choose its experts by one topk, so that those of the "
+                "sampler cannot be used",
                 "router_replay",
                 "set it to false, or report this model",
             )
