@@ -47,7 +47,6 @@ def with_generation(
     settings = settings.model_copy(update={"sampler": _decide_sampler(ledger, settings, facts)})
     settings = settings.model_copy(update={"cuda_graphs": decide_graphs(ledger, settings)})
     _refuse(ledger, settings)
-    refuse_other_sampler(ledger, settings)
     resting = resting_peak(prediction)
     if settings.sampler in ("vllm", "vllm_server"):
         return _with_vllm(ledger, settings, prediction, facts, resting)
@@ -93,6 +92,7 @@ def with_generation(
 
 
 def _refuse(ledger: DecisionLog, settings: Settings) -> None:
+    refuse_other_sampler(ledger, settings)
     _decide_correction(ledger)
     refuse_gathering(ledger, settings)
     ledger.raise_refusals()
