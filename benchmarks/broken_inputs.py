@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from mutants_of_models import make_models, mutate
 from mutants_of_recipes import mutated, override, varied
 from result_files import write_result
@@ -167,7 +168,9 @@ class ModelMutants:
             # A test's own capture stands in their place, and is no file of this process.
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
             resource.setrlimit(resource.RLIMIT_CPU, (HANG_S, HANG_S))
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+            # What the parent has mapped counts too: a CUDA build of torch maps several GiB.
+            limit_bytes = psutil.Process().memory_info().vms + MEMORY_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
             from memtrain.trainers.data.tokenize import template_limits
 
             template_limits.LIMIT_S = 1.0

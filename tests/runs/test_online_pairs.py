@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,9 +52,15 @@ def run(folder: Path, method: str, cache: Path, *overrides: str, name: str = "ru
     return run_in(folder, method, recipe, overrides, name)
 
 
-def test_online_dpo_begins_at_log_2_and_tells_its_pairs(tmp_path: Path, cache: Path):
+@pytest.fixture(scope="module")
+def plain_run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict]]:
+    """The lines of a method's run as the recipe has it, which is made once."""
+    return functools.cache(lambda method: run(tmp_path_factory.mktemp(method), method, cache))
+
+
+def test_online_dpo_begins_at_log_2_and_tells_its_pairs(plain_run: Callable[[str], list[dict]]):
     """Policy and reference are one at first: each pair's loss is log 2, and nothing else is in the mean."""
-    told = run(tmp_path, "online_dpo", cache)
+    told = plain_run("online_dpo")
     first = steps(told)[0]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert first["pairs"] == pytest.approx(4 * (1 - first["zero_std_groups"]))
@@ -98,13 +106,17 @@ def test_a_value_model_of_its_own_leaves_the_policys_trunk_alone(tmp_path: Path,
     ids=str,
 )
 def test_how_it_is_computed_does_not_move_the_curve(
-    method: str, overrides: tuple[str, ...], tmp_path: Path, cache: Path
+    method: str,
+    overrides: tuple[str, ...],
+    tmp_path: Path,
+    cache: Path,
+    plain_run: Callable[[str], list[dict]],
 ):
     """Also defects C6 and C7 of TRL 1.16's Online DPO.
 
     It attended to the pads of shorter prompts, and summed the gradients of micro-batches, without a mean.
     """
-    plain = run(tmp_path, method, cache, name="plain")
+    plain = plain_run(method)
     other = run(tmp_path, method, cache, *overrides, name="other")
     torch.testing.assert_close(torch.tensor(curve(plain)), torch.tensor(curve(other)), rtol=3e-4, atol=3e-6)
 

@@ -17,7 +17,7 @@ from memtrain.memory.estimate.context_parallel import (
     ulysses_kept,
 )
 from memtrain.memory.estimate.quantized import packs_itself, unpacked
-from memtrain.memory.estimate.workload import Workload
+from memtrain.memory.estimate.workload import Workload, once
 
 MASK_BLOCK = 128
 """Tokens of a block of flex attention's mask."""
@@ -38,6 +38,7 @@ def norm_kept(load: Workload, width: int, *, num_scales: int) -> int:
     return load.N * width * (4 + normalized) + 4 * load.N * num_scales
 
 
+@once
 def attention_kept(load: Workload) -> int:
     """Kept by the attention of one layer: a*N*(Q + 2K) for rotated q, k and v, a*N*Q for its output.
 
@@ -72,6 +73,7 @@ def _scores(load: Workload) -> int:
     return load.shape.num_heads * load.N * (load.N // load.batch.rows)
 
 
+@once
 def mlp_kept(load: Workload) -> int:
     """Kept by the MLP of one layer: 4*a*N*M for gate, activated gate, up and their product.
 
@@ -89,6 +91,7 @@ def _needs_product(load: Workload) -> bool:
     return load.trains_all or _keeps_input(load, "down_proj")
 
 
+@once
 def experts_kept(load: Workload) -> int:
     """Kept by a mixture of experts (grouped products), in which every token stands k times.
 
@@ -122,6 +125,7 @@ def stack_ranks(load: Workload) -> dict[str, int]:
     return {stack.name: load.shape.rank_of(adapter, stack) for stack, _ in load.shape.stacks}
 
 
+@once
 def layer_kept(load: Workload) -> int:
     """Bytes that one layer keeps for its backward pass when it is not checkpointed."""
     shape, N, a = load.shape, load.N, load.a
@@ -134,11 +138,13 @@ def layer_kept(load: Workload) -> int:
     return kept + attention_kept(load) + mlp_kept(load) + adapter_kept(load)
 
 
+@once
 def layer_boundary(load: Workload) -> int:
     """Bytes that a checkpointed layer keeps: a*N*W, its input."""
     return load.a * load.N * load.shape.width
 
 
+@once
 def layer_backward(load: Workload) -> int:
     """Peak of a layer during its backward pass, kept tensors included.
 
@@ -172,11 +178,13 @@ def unpacking_backward(load: Workload) -> int:
     return coming + max(at_last, before)
 
 
+@once
 def scratch_at_peak(load: Workload) -> int:
     """Share of `layer_backward` that is flash attention's own scratch, where its moment is the higher."""
     return flash_scratch(load) if attention_backward(load) > mlp_backward(load) else 0
 
 
+@once
 def mlp_backward(load: Workload) -> int:
     """Bytes at the MLP's moment of a layer's backward pass.
 
@@ -204,6 +212,7 @@ def _experts_backward(load: Workload) -> int:
     return round(copies * load.a * load.N * experts.num_per_token * load.shape.width)
 
 
+@once
 def attention_backward(load: Workload) -> int:
     """Bytes at the attention's moment, the kernel's own scratch included."""
     shape, N, a = load.shape, load.N, load.a
@@ -218,6 +227,7 @@ def attention_backward(load: Workload) -> int:
     return attention
 
 
+@once
 def windows_backward(load: Workload) -> int:
     """Copies and gradients of the rows that look past their block of a sliding window, at most all.
 
@@ -247,6 +257,7 @@ FLASH = ("torch_varlen", "flash")
 """Back ends on variable-length flash kernels for CUDA."""
 
 
+@once
 def flash_scratch(load: Workload) -> int:
     """Scratch of flash attention's backward kernel on a GPU: no tensor that a program sees.
 
@@ -269,6 +280,7 @@ def flash_scratch(load: Workload) -> int:
     return sums + is_shared * 2 * load.a * keys * heads * shape.head_dim
 
 
+@once
 def layer_forward(load: Workload) -> int:
     """Most that one layer holds in a pass without gradients, with the embeddings and the residual stream."""
     shape, N, a = load.shape, load.N, load.a
@@ -285,6 +297,7 @@ def layer_forward(load: Workload) -> int:
     return max(mlp, attention, experts_kept(load)) + dequantized(load)
 
 
+@once
 def norm_backward(load: Workload) -> int:
     """Peak of a norm's backward pass beside its kept tensors: three float32 copies and more.
 
@@ -295,6 +308,7 @@ def norm_backward(load: Workload) -> int:
     return load.N * load.shape.width * (12 + (3 if load.trains_all else 4) * load.a)
 
 
+@once
 def positions_and_mask(load: Workload) -> int:
     """Tables that a pass makes once for all layers: cosines and sines, and the masks of some back ends.
 
@@ -318,6 +332,7 @@ def _in_float(load: Workload, num_bytes: int) -> int:
     return num_bytes if adapter is not None and adapter.kind == "dora" and load.is_half else 0
 
 
+@once
 def dequantized(load: Workload) -> int:
     """Weights of the largest linear map, or of the experts that are unpacked at once, in the precision of the
     computation, while they are multiplied."""
@@ -326,6 +341,7 @@ def dequantized(load: Workload) -> int:
     return unpacked(load.shape, load.a, load.settings).most
 
 
+@once
 def _keeps_input(load: Workload, *names: str) -> bool:
     """Dropout makes copies of its own, so the input itself is let go; bitsandbytes' 8-bit maps hold theirs in
     any case."""
@@ -335,6 +351,7 @@ def _keeps_input(load: Workload, *names: str) -> bool:
     return adapter is not None and not adapter.dropout and _adapts(load, *names)
 
 
+@once
 def _adapts(load: Workload, *names: str) -> bool:
     """Whether any of the maps is adapted; any map at all where a family's names are its own."""
     adapter, is_counted = load.settings.adapter, load.shape.counts is not None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-from memtrain.memory.estimate.workload import Workload
+from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.plan.engine_kinds import shards_weights
 
 
+@once
 def adapter_kept(load: Workload) -> int:
     """Kept by the adapters of one layer: a*N*r each for x @ A, and a copy of x where there is dropout.
 
@@ -31,6 +32,7 @@ def adapter_kept(load: Workload) -> int:
     return kept
 
 
+@once
 def rounded_adapters(load: Workload) -> int:
     """Bytes of all adapters in half precision, where they are rounded together and kept from pass to pass.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import layer_boundary, norm_kept
 from memtrain.memory.estimate.loss_tiles import tile_columns, tile_tokens
-from memtrain.memory.estimate.workload import HeadOutput, Workload
+from memtrain.memory.estimate.workload import HeadOutput, Workload, once
 
 
 class HeadBytes(NamedTuple):
@@ -30,6 +30,7 @@ class HeadBytes(NamedTuple):
     """Bytes of the head's gradient."""
 
 
+@once
 def head_bytes(load: Workload, *, trains_head: bool) -> HeadBytes:
     """The head under `settings.loss`, with statistics; S rows of the final norm's output enter it."""
     shape, a = load.shape, load.a

@@ -5,6 +5,7 @@ A moment of a step at which memory can be highest is a sum of owners; a phase's 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import (
@@ -53,7 +54,7 @@ from memtrain.memory.estimate.weights_offload import (
     staged_here,
     trains_away,
 )
-from memtrain.memory.estimate.workload import HeadOutput, HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import HeadOutput, HeaviestBatch, Workload, once
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
@@ -287,6 +288,13 @@ def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> l
 
 def _resting(load: Workload, *, has_state: bool) -> Moment:
     """Bytes held from the start of a step: weights, master copies, batch, and states but for the first."""
+    held = dict(_held(load))
+    return held if has_state else held | {"optimizer": 0}
+
+
+@once
+def _held(load: Workload) -> Mapping[str, int]:
+    """Bytes held through every step but the first."""
     static = static_bytes(load.settings, load.shape)
     return {
         "weights": static.weights + rounded_adapters(load),
@@ -294,7 +302,7 @@ def _resting(load: Workload, *, has_state: bool) -> Moment:
         "teacher": load.batch.teacher.weights if load.batch.teacher is not None else 0,
         "layer buffers": device_bytes(load.settings, load.shape) + staged_here(load.settings, load.shape),
         "master copies": static.master,
-        "optimizer": static.optimizer if has_state else 0,
+        "optimizer": static.optimizer,
         "batch": 4 * 8 * load.num_whole + replayed_bytes(load),
     }
 
@@ -352,6 +360,7 @@ def kept_bytes(load: Workload) -> int:
     return _kept(load)[0]
 
 
+@once
 def _kept(load: Workload) -> tuple[int, int, int]:
     """Bytes kept by all layers together; of these by the last layer that is at work; beside the first.
 

@@ -18,7 +18,7 @@ from memtrain.memory.estimate.activations import (
     whole_scores,
     windows_backward,
 )
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import HeaviestBatch, Workload, once
 
 KEYS = "keys and values"
 """Owner of the keys and values of one layer, and of their gradients."""
@@ -30,6 +30,7 @@ WIDENED_TOKENS = 256
 precision to a float32 sum: 18 MiB for an 8B model's largest map, and products long enough. Taste."""
 
 
+@once
 def slice_of(load: Workload) -> Workload:
     """The load of one slice: as many tokens, all scored, in one row."""
     n = min(load.settings.slice_tokens, load.N)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from functools import cached_property, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
@@ -83,7 +85,7 @@ class HeaviestBatch(NamedTuple):
     """A teacher that the loss compares with."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Workload:
     """A micro-batch on a model under some settings, in the letters of the formulas."""
 
@@ -91,32 +93,32 @@ class Workload:
     shape: ModelShape
     batch: HeaviestBatch
 
-    @property
+    @cached_property
     def a(self) -> int:
         """Bytes of an activation."""
         return DTYPE_BYTES[self.settings.dtype]
 
-    @property
+    @cached_property
     def is_half(self) -> bool:
         """Float32 copies are made where norms and losses compute wide."""
         return self.a == 2
 
-    @property
+    @cached_property
     def is_fused(self) -> bool:
         """Norms and gated products keep their inputs alone; never in another tool's run."""
         return self.settings.kernels == "fused" and self.batch.foreign is None
 
-    @property
+    @cached_property
     def trains_all(self) -> bool:
         """Every weight is trained, none is frozen."""
         return self.settings.adapter is None
 
-    @property
+    @cached_property
     def N(self) -> int:  # noqa: N802
         """Tokens that enter the model on one process, padding included."""
         return -(-self.num_whole // self.settings.context_parallel)
 
-    @property
+    @cached_property
     def num_whole(self) -> int:
         """The same of all processes that hold the same rows."""
         if self.settings.padding_free:
@@ -126,9 +128,34 @@ class Workload:
         multiple = self.settings.pad_to_multiple_of
         return rows * (-(-tokens // multiple) * multiple if multiple else tokens)
 
-    @property
+    @cached_property
     def S(self) -> int:  # noqa: N802
         """Tokens that the loss scores: the last of a row predicts nothing."""
         whole = max(0, min(self.batch.scored_tokens, self.batch.tokens - self.batch.rows))
         # A slice may be all answer.
         return whole if self.settings.context_parallel == 1 else min(whole, self.N)
+
+    @cached_property
+    def computed(self) -> dict[tuple[Any, ...], Any]:
+        """Results of formulas that several owners and moments ask for; see `once`."""
+        return {}
+
+
+Words = ParamSpec("Words")
+Result = TypeVar("Result")
+
+
+def once(
+    formula: Callable[Concatenate[Workload, Words], Result],
+) -> Callable[Concatenate[Workload, Words], Result]:
+    """The formula of a workload, computed once for each and looked up after that; it returns nothing that
+    its callers change."""
+
+    @wraps(formula)
+    def of(load: Workload, *words: Words.args, **named: Words.kwargs) -> Result:
+        key = (formula, words, *named.values())
+        if key not in load.computed:
+            load.computed[key] = formula(load, *words, **named)
+        return load.computed[key]
+
+    return of

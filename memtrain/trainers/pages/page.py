@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def render(template: Path, **values: Any) -> str:
     return _environment(template.parent, COMMON).get_template(template.name).render(**values)
 
 
+@cache
 def _environment(*folders: Path) -> Environment:
+    """One for the life of the process: a template is compiled once, however often a page is written."""
     environment = Environment(
         loader=FileSystemLoader(folders),
         autoescape=True,

@@ -31,8 +31,16 @@ def test_layers_are_compiled_where_the_recipe_asks(ask: Any, facts_of: Any, prof
     ],
 )
 def test_compiled_layers_are_refused_with_the_reason(
-    ask: Any, facts_of: Any, profile_of: Any, gpu: str, said: dict[str, Any], words: str
+    ask: Any,
+    facts_of: Any,
+    profile_of: Any,
+    gpu: str,
+    said: dict[str, Any],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    # A CUDA build of torch brings Triton along.
+    monkeypatch.setattr("memtrain.memory.rules.ledger.installed", lambda *names: frozenset())
     hardware = cpu(2**36, 4) if gpu == "cpu" else Hardware.named(gpu, 2)
     packages: set[str] = set() if "triton" in words else {"triton", "bitsandbytes"}
     with pytest.raises(RecipeError) as caught:

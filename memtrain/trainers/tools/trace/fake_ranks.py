@@ -35,11 +35,20 @@ def as_fake_ranks(settings: Settings) -> Iterator[None]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    _give_collectives_a_shape()
     dist.init_process_group("fake", rank=0, world_size=settings.num_processes, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _give_collectives_a_shape() -> None:
+    """Register the collectives for tensors without data where torch has not done so itself: before 2.11 only
+    a tool of its own does, as it is imported."""
+    name = torch.ops.c10d._allgather_base_.default.name()
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
+        from torch.distributed._tools import fake_collectives  # noqa: F401
 
 
 def layout_without_data(settings: Settings) -> WeightLayout:

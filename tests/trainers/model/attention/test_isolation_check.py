@@ -88,7 +88,8 @@ def test_layers_that_carry_state_are_found_in_the_model_itself(family: str, dtyp
     model = model_of(family, dtype, **HYBRIDS[family])
     with pytest.raises(LaunchError, match="influence each other|gets no layout") as refused:
         verify_isolation(model, AttentionBackend.TORCH_CPU)
-    assert type(model).__name__ in str(refused.value)
+    # Of some releases of transformers the model itself, of others its attention does not pass the layout on.
+    assert any(type(part).__name__ in str(refused.value) for part in model.modules())
     assert "model.attention: transformers" in refused.value.faults[0].fix
 
 
