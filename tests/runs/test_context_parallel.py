@@ -62,7 +62,7 @@ def test_two_processes_that_share_packed_rows_have_the_losses_of_one(runs, two: 
     assert_the_same(two, runs.done("one", *PACKED, *STOPS))
 
 
-@pytest.mark.parametrize("by", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("by", [pytest.param("all_gather", marks=pytest.mark.slow), "ulysses"])
 def test_two_groups_of_two_have_the_losses_of_one(runs, monkeypatch, by: str):
     """Three rows a step, one at a time, on two groups: one of them has nothing to learn in its last pass.
 

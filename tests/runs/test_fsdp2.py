@@ -103,7 +103,7 @@ def test_a_reference_that_follows_the_policy_goes_on_to_the_last_bit(
     assert curve_of(runs.folder / "run") == curve_of(runs.folder / "whole")
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow), (2, 3)])
 def test_another_number_of_ranks_goes_on_and_says_so(
     runs, one: Path, curve_of, metrics, monkeypatch, before: int, after: int
 ):

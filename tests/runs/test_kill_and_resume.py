@@ -94,11 +94,11 @@ def test_ten_killed_runs_move_no_bit(runs, metrics, curve_of, whole, taken_s, se
     "moment",
     [
         "memtrain.trainers.checkpoints.checkpoint._finish",
-        "memtrain.trainers.checkpoints.checkpoint._prune",
+        pytest.param("memtrain.trainers.checkpoints.checkpoint._prune", marks=pytest.mark.slow),
         "memtrain.trainers.loop.finish.save_final",
         "memtrain.trainers.loop.finish.write_card",
         "memtrain.trainers.run_folder.report.final_status.write_report",
-        "memtrain.trainers.loop.exit_status.record_end",
+        pytest.param("memtrain.trainers.loop.exit_status.record_end", marks=pytest.mark.slow),
         "memtrain.trainers.model.loading.save.shutil.rmtree",
     ],
 )

@@ -33,7 +33,8 @@ def test_the_losses_are_those_of_one_process(runs, curve_of, engine: str, value:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("value", [pytest.param("shared", marks=pytest.mark.slow), "own"])
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["shared", "own"])
 def test_a_killed_run_goes_on_to_the_last_bit(runs, curve_of, monkeypatch, engine: str, value: str):
     """Killed in the middle of a rollout, which the checkpoint holds with its values."""
     write_online(runs, "ppo")
