@@ -56,3 +56,23 @@ def test_a_docstring_begins_with_its_noun():
         if starts_without_a_noun(text)
     ]
     assert not hidden
+
+
+STANDS_FOR_A_NOUN = {"what", "those", "these", "one", "ones", "it", "they", "whatever"}
+
+
+def first_sentence(text: str) -> str:
+    """With fixed phrases taken out in which such a word stands for nothing."""
+    sentence = re.split(r"(?<=[.;])\s", " ".join(text.split()), maxsplit=1)[0]
+    return re.sub(r"\b(at least|at most|one by one|at once|as it is|what was measured)\b", "", sentence)
+
+
+def test_a_first_sentence_has_nouns():
+    """Two words that stand for a noun can be followed; with three a reader begins again."""
+    crowded = []
+    for path in sorted((ROOT / "memtrain").rglob("*.py")):
+        for line, text in docstrings(ast.parse(path.read_text())):
+            words = re.findall(r"\w+", first_sentence(text).lower())
+            if sum(word in STANDS_FOR_A_NOUN for word in words) >= 3:
+                crowded.append(f"{path.relative_to(ROOT)}:{line} {first_sentence(text)}")
+    assert not crowded

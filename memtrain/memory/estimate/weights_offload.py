@@ -24,8 +24,8 @@ PACKED_BYTES = 0.5
 experts travel with them."""
 
 HOST_CORES = 5
-"""Cores that read and write a host's memory as fast as it goes: two channels of DDR5, 40 GB/s, at what one
-core was measured to move (`CPU_RATES`). Servers have more channels: this is the slow end."""
+"""Cores that use a host's whole bandwidth: two channels of DDR5, 40 GB/s, at the rate measured of a core
+(`CPU_RATES`). Servers have more channels: this is the slow end."""
 
 
 class Away(NamedTuple):

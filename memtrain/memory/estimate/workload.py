@@ -54,7 +54,7 @@ class TeacherLoad(NamedTuple):
     one_pass: int
     """Most that a layer of it holds in its pass, before the student's."""
     final: int
-    """Held after its last layer: what enters its final norm, and what leaves it."""
+    """Held after its last layer: input and output of the final norm."""
     each_scored: int
     """Of each scored token until its loss is made: hidden states, or likeliest tokens from a file."""
     num_columns: int

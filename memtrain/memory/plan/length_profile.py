@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from memtrain.recipes.sections.base import Section
 
 NUM_LONGEST = 4096
-"""Longest sequences that are remembered one by one: more rows than one device takes at once."""
+"""Longest sequences that are remembered singly: more rows than a device takes at once."""
 
 
 class LengthReport(Section):

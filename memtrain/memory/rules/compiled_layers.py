@@ -1,4 +1,4 @@
-"""Compiled layers: when they are, what they cannot be with, and why they are not by default."""
+"""Compiled layers: conditions, exclusions, and the reason why none are compiled by default."""
 
 from __future__ import annotations
 

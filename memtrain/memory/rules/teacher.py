@@ -1,4 +1,4 @@
-"""The rule of a teacher: which one a run has, and what it cannot be with."""
+"""The rule of a teacher: its form in a run, and its exclusions."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ def load_recipe(
 
 
 def load_rest(path_or_name: str, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe, frozenset[str]] | None:
-    """(a recipe with faults as it is without the keys at fault, the sections that these lie in): for more
-    checks of what holds. None where nothing holds."""
+    """(a faulty recipe without the keys at fault, the sections that the keys lie in): for more checks of the
+    rest. None where nothing holds."""
     path = find_recipe(path_or_name)
     faults = Faults()
     text = _text(path, None)

@@ -149,17 +149,17 @@ class Data(Section):
     """Column names, where yours differ: `{prompt: question, completion: answer}`."""
 
     text_unit: TextUnit = "line"
-    """Unit of a row in a .txt file: `line` (blank ones are passed over), `paragraph` (lines up to a blank
-    one), or `document` (the whole file, cut after a paragraph where it is longer than 32,768 characters). A
-    longer unit is a longer row: more context to learn from, and more memory unless `length` cuts it."""
+    """Unit of a row in a .txt file: `line` (blank lines are passed over), `paragraph` (up to a blank line),
+    or `document` (the whole file, cut after a paragraph where it is longer than 32,768 characters). A longer
+    unit is a longer row: more context to learn from, and more memory unless `length` cuts it."""
 
     completion_only_loss: bool | None = None
     """Learn only the completion. Not given: yes for prompt-completion rows."""
 
     assistant_only_loss: bool = False
-    """Learn only what the assistant says (rows of messages): by the generation marks of the chat template, or
-    by what it writes for each beginning of the conversation. A message with `weight: 0` or `train: false` is
-    never trained on, here or where all turns are."""
+    """Learn only the assistant's words (rows of messages): by the generation marks of the chat template, or
+    by the text that the template writes for each beginning of the conversation. A message with `weight: 0`
+    or `train: false` is never trained on, here or where all turns are."""
 
     last_turn_only_loss: bool = False
     """Of what the assistant says, learn only its last turn (rows of messages)."""

@@ -44,7 +44,7 @@ class Generate(Section):
     renewed for each rollout (docs/generation.md). `auto`: native wherever it can, else transformers."""
 
     vllm: Vllm | None = None
-    """`backend: vllm`: where it runs and what it may take."""
+    """`backend: vllm`: the place of the engine and its share of memory."""
 
     max_logprob_gap: Annotated[float, Field(gt=0)] | None = 0.3
     """End the run when the sampler's log-probs are this far from the trainer's, in nats, on average over a

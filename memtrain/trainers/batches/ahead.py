@@ -1,4 +1,4 @@
-"""Micro-batches made one ahead: a thread lays the next one out while the step works on this one."""
+"""Micro-batches made ahead: a thread lays out the next while the step works."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def root_fault(folder: RunFolder, num_ranks: int) -> Exception | None:
 
 
 def correct_status(folder: RunFolder, error: Exception) -> None:
-    """Write into the run folder the error that ended the run: a rank that only lost another one may have
-    written something else, and a killed one that it runs."""
+    """Write the error that ended the run into its folder: a rank that lost another may have written a
+    consequence, and a killed rank that the run goes on."""
     status = folder.read_status()
     if status is None or isinstance(error, Interrupted):
         return

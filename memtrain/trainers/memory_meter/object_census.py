@@ -182,7 +182,7 @@ def _name_in(holder: Any, held: Any, path: str) -> str | None:
 
 
 def _step(holder: Any, held: Any) -> str:
-    """Attribute or key of a holder for what it holds, as Python writes it."""
+    """Attribute or key by which a holder has a value, as Python writes it."""
     if isinstance(holder, CellType | list | set | deque):
         return ""
     if isinstance(holder, dict):

@@ -52,7 +52,7 @@ def render(template: Path, **values: Any) -> str:
 
 @cache
 def _environment(*folders: Path) -> Environment:
-    """One for the life of the process: a template is compiled once, however often a page is written."""
+    """Environment of the process: a template is compiled once, however often a page is written."""
     environment = Environment(
         loader=FileSystemLoader(folders),
         autoescape=True,

@@ -23,8 +23,8 @@ class Needs:
     """Passes without gradients that come before an update; each costs a forward pass over all answers."""
 
     old: bool
-    """Log-probs of the policy as it was when the answers were written: where it moves before it has learned
-    from all of them, or rewards are penalised by them."""
+    """Log-probs of the policy as it was when the answers were written: where the policy
+    moves before all answers were learned, or rewards are penalised."""
     reference: bool
     top_entropy_fraction: float | None = None
     """Share of tokens that are kept, those of the highest entropy."""

@@ -58,7 +58,7 @@ def problem(rng: random.Random) -> Problem:
 
 
 def wrong(right: Problem, rng: random.Random) -> str:
-    """A worked answer to the same problem with one step miscounted, and the later ones carried on from it."""
+    """A worked answer to the same problem: a step is miscounted, and later steps carry on from it."""
     at = rng.randrange(len(right.lines))
     shift = rng.choice((-2, -1, 1, 2, 10))
     lines = list(right.lines[:at])

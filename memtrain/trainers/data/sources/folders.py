@@ -23,7 +23,7 @@ NOT_DATA = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_inf
 ABOUT = re.compile(r"(README|LICENSE|LICENCE|NOTICE|COPYING)([._-].*)?", re.IGNORECASE)
 """Names of text files that speak of the data."""
 NUM_NAMED = 10
-"""Files of one reason that are named one by one."""
+"""Files of a reason that are named singly."""
 
 
 @dataclass(frozen=True, slots=True)

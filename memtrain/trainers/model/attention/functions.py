@@ -32,7 +32,7 @@ from memtrain.trainers.model.streamed.layer_keys import SliceLayout
 Attend = Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
 RuledAttend = Callable[[Tensor, Tensor, Tensor, Layout, float, ScoreRule], Tensor]
 RowLayout = Layout | SlicedLayout | RowPart | SliceLayout
-"""Layout that a pass is given: a whole row, a rank's part of one, or one slice of a layer's pass over it."""
+"""Layout that a pass is given: a whole row, a rank's part of a row, or a slice of a layer's pass."""
 
 # Upstream treats any name with "flash" in it as its own flash path.
 NAMES = {

@@ -29,7 +29,7 @@ class TokenCounts:
         self._is_token_T: Tensor | None = None
         self._is_on = self._is_counted = self._has_gradients = False
         self._at: list[int] = []
-        """Of each layer, tokens of the pass that it has had: those of a streamed one come in slices."""
+        """Tokens that each layer had of the pass: a streamed layer gets its tokens in slices."""
         backbone_of(base_model(model)).register_forward_pre_hook(_Beginning(self))
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(_Counting(self, number), with_kwargs=True)

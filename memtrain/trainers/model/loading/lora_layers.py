@@ -35,7 +35,7 @@ class Rounded(NamedTuple):
     versions: tuple[int, int]
 
     def is_of(self, a: Tensor, b: Tensor) -> bool:
-        """Whether it was made of these weights as they are now."""
+        """Whether the cast copy was made of the weights as they are now."""
         return self.sources[0] is a and self.sources[1] is b and self.versions == (a._version, b._version)
 
     def __deepcopy__(self, memo: object) -> None:

@@ -74,7 +74,7 @@ def probe_alone(planned: Side, plain: Side, sequences: Ints) -> Alone:
 
 
 def _length(padded: Any, row: int, places: NDArray[np.int64]) -> int:
-    """Tokens of a padded row: its positions say it where they stop with it, else its last scored token."""
+    """Tokens of a padded row: up to where positions stop, else to the last scored token."""
     position_T = padded.position_ids[row]
     length = int(position_T[-1]) + 1
     return length if length < len(position_T) else min(length, int(places.max()) + 2)

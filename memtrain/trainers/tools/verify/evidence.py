@@ -170,7 +170,7 @@ class Trace:
 
     acted: bool
     had_work: bool
-    """Whether there was something for it to do: small steps fit one micro-batch, and one tile of logits."""
+    """Whether a strategy had work to do: small steps fit a micro-batch, and a tile of logits."""
     expected: str
     """Evidence that was expected."""
 
