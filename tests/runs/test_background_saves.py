@@ -33,9 +33,9 @@ def slow_disk(request: pytest.FixtureRequest, monkeypatch) -> None:
     """A disk that takes longer than a step, by so many seconds a file."""
     plain = snapshot.save_state
 
-    def slow(state, path):
+    def slow(state, path, **named):
         time.sleep(request.param if "weights" in path.name else 0)
-        plain(state, path)
+        plain(state, path, **named)
 
     monkeypatch.setattr(snapshot, "save_state", slow)
 
@@ -91,10 +91,10 @@ def test_a_run_that_is_asked_to_stop_ends_the_save_first_and_saves_again(
 def test_a_disk_that_fills_ends_the_run_at_a_later_step(runs, waited, monkeypatch, curve_of, metrics):
     plain = snapshot.save_state
 
-    def full(state, path):
+    def full(state, path, **named):
         if "step-000004" in str(path):
             raise OSError(28, os.strerror(28), str(path))
-        plain(state, path)
+        plain(state, path, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(snapshot, "save_state", full)
@@ -169,10 +169,10 @@ def test_ranks_killed_at_random_moments_move_no_bit(runs, curve_of, slow_disk, a
 def test_a_full_disk_of_one_rank_ends_both(runs, monkeypatch):
     plain = snapshot.save_state
 
-    def full(state, path):
+    def full(state, path, **named):
         if os.environ["RANK"] == "1" and "step-000004" in str(path):
             raise OSError(28, os.strerror(28), str(path))
-        plain(state, path)
+        plain(state, path, **named)
 
     monkeypatch.setattr(snapshot, "save_state", full)
     ranks = runs.fork_ranks("run", 2, *ASKED, *FSDP2)

@@ -139,10 +139,10 @@ def test_a_disk_that_fills_while_shards_are_written_leaves_the_last_checkpoint(
     """Rank 1's part of the second checkpoint does not fit: both ranks end with one message, none waits."""
     plain = snapshot.save_state
 
-    def full(state, path):
+    def full(state, path, **named):
         if os.environ["RANK"] == "1" and "step-000004" in str(path):
             raise OSError(28, os.strerror(28), str(path))
-        plain(state, path)
+        plain(state, path, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(snapshot, "save_state", full)
