@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import (
     SCRATCH,
+    kept_despite,
     layer_backward,
     layer_boundary,
     layer_kept,
@@ -23,7 +24,6 @@ from memtrain.memory.estimate.auxiliary_models import value_model
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
-from memtrain.memory.estimate.quantized import packs_itself
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
 from memtrain.memory.estimate.sharded.zero import (
     TO_SAVE,
@@ -340,19 +340,6 @@ def saving_moment(load: Workload) -> Moment:
     is_there = is_there and not writes_shards(load.settings)
     saved = {TO_SAVE: saved_whole(load.settings, load.shape) if is_there else 0}
     return resting | between_steps(load.settings, load.shape) | saved
-
-
-def kept_despite(load: Workload) -> int:
-    """Bytes that a layer keeps although it is checkpointed: with 8-bit weights the inputs of its linear maps.
-
-    Source: bitsandbytes 0.50.2, autograd/_functions.py: MatMul8bitLt holds its input as an attribute, which
-    hooks on saved tensors do not see. Seen on a CPU by tests/trainers/tools/trace/test_trace_bits.py.
-    """
-    if load.settings.quantize != "8bit" or packs_itself(load.settings):
-        return 0
-    shape = load.shape
-    dense = shape.width + shape.mlp_width if shape.num_expert_layers < shape.num_layers else 0
-    return load.a * load.N * (shape.width + shape.query_width + dense)
 
 
 def kept_bytes(load: Workload) -> int:
