@@ -38,3 +38,16 @@ def test_ranks_with_slices_have_the_losses_of_one_process_without(shared_runs, c
     two = shared_runs.folder / name
     assert_same_curve(curve_of(two), curve_of(one))
     assert_same_model(two, one, exactly=False)
+
+
+@pytest.mark.parametrize(
+    "form", [("memory.activation_checkpointing=on",), STREAMED], ids=["whole", "in slices"]
+)
+def test_frozen_weights_live_on_the_host_of_each_rank(runs, curve_of, form: tuple[str, ...]):
+    """Two ranks that bring in their layers have the bits of two that hold them."""
+    lora = (*PACKED, "model.adapter={r: 4}", "cluster.engine=ddp")
+    for name, offload in (("there", "off"), ("away", "on")):
+        ranks = runs.fork_ranks(name, 2, *lora, *form, f"memory.weights_offload={offload}")
+        assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(rank.said for rank in ranks)
+    assert curve_of(runs.folder / "away") == curve_of(runs.folder / "there")
+    assert_same_model(runs.folder / "away", runs.folder / "there", exactly=True)

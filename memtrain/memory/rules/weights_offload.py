@@ -12,7 +12,10 @@ from memtrain.recipes.recipe import Recipe
 
 PATH = "memory.weights_offload"
 
-ONE_PROCESS = "weights that live on the host are brought in by one process for itself"
+EACH_ITS_OWN = (
+    "each process brings in weights of its own: frozen ones, under an adapter and cluster.engine: ddp, each "
+    "process a whole row"
+)
 WRITES = (
     "what writes completions (an online method, eval.samples, eval.metrics) would fetch all weights for "
     "every token"
@@ -29,6 +32,14 @@ def refusal_of(recipe: Recipe, config: Mapping[str, object]) -> str | None:
     text = config.get("text_config", config)
     known = cast(Mapping[str, object], text) if isinstance(text, Mapping) else config
     return SHARED_KEYS if known.get("num_kv_shared_layers") else None
+
+
+def goes_with_others(engine: str, has_adapter: bool, shares_rows: bool) -> bool:
+    """Whether weights can live on the host of a run with several processes: each has its own copy there.
+
+    What is trained is on the device then, and summed over the processes as ever.
+    """
+    return engine == "ddp" and has_adapter and not shares_rows
 
 
 def can_move(recipe: Recipe, config: Mapping[str, object], settings: Settings) -> bool:
@@ -62,11 +73,18 @@ def refuse_weights_offload(ledger: DecisionLog, config: Mapping[str, object], pr
     reason = refusal_of(recipe, config)
     if reason is not None:
         ledger.refuse(f"weights_offload: {reason}", PATH, "remove it")
-    if processes > 1:
+    engine = "ddp" if recipe.cluster.engine == "auto" else recipe.cluster.engine
+    shares_rows = recipe.cluster.context_parallel not in ("auto", 1)
+    if processes > 1 and not goes_with_others(engine, recipe.model.adapter is not None, shares_rows):
         ledger.refuse(
-            f"weights_offload with {processes} processes: {ONE_PROCESS}",
+            f"weights_offload with {processes} processes: {EACH_ITS_OWN}",
             PATH,
-            "set cluster.processes: 1, or cluster.engine: fsdp2 with cluster.cpu_offload: parameters",
+            "set cluster.processes: 1, or cluster.engine: fsdp2 with cluster.cpu_offload: parameters"
+            + (
+                ""
+                if recipe.model.adapter is None
+                else "; or cluster.engine: ddp, cluster.context_parallel: 1"
+            ),
         )
     if recipe.model.adapter is None and not OPTIMIZERS[recipe.optim.kind].steps_on_host:
         ledger.refuse(

@@ -128,7 +128,7 @@ class Memory(Section):
     weights_offload: Literal["auto", "on", "off"] = "auto"
     """The layers' weights live in host memory, and travel to the device for their layer's turn, two buffers
     at a time; weights that are trained are stepped on the host. Same numbers; a step waits for the bus where
-    a micro-batch is short. For one process. `auto`: where nothing faster fits."""
+    a micro-batch is short. Several processes: under an adapter and DDP. `auto`: where nothing faster fits."""
 
     preflight: Literal["auto", "on", "off"] = "auto"
     """Try the heaviest batch, an evaluation and a save before the first step, and undo it to the bit: a run

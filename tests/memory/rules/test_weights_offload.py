@@ -33,7 +33,11 @@ def test_it_is_found_where_nothing_else_fits_and_not_before(ask, facts):
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ({"cluster__processes": 2}, "brought in by one process for itself"),
+        ({"cluster__processes": 2}, "each process brings in weights of its own"),
+        (
+            {"cluster__processes": 2, "cluster__engine": "fsdp2", "model__adapter": {"r": 8}},
+            "each process brings in weights of its own",
+        ),
         ({"optim__kind": "muon"}, "has no kernels for it"),
         (
             {
@@ -49,6 +53,13 @@ def test_what_cannot_be_is_refused_with_its_reason(ask, facts_of, profile_of, sa
     facts = facts_of(Hardware.named("h100", 2), profile_of(*[512] * 64))
     with pytest.raises(RecipeError, match=reason):
         ask(facts, **(ON | said))
+
+
+def test_frozen_weights_go_to_the_host_of_each_process(ask, facts_of, profile_of):
+    """Under an adapter, and the engine is DDP where it is left open."""
+    facts = facts_of(Hardware.named("h100", 2), profile_of(*[512] * 64))
+    settings = ask(facts, **ON, model__adapter={"r": 8}, cluster__processes=2).settings
+    assert (settings.engine, settings.weights_offload) == ("ddp", True)
 
 
 def test_a_host_that_is_too_small_is_told_with_the_number(ask, facts_of, profile_of):

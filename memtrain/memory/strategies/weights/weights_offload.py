@@ -5,8 +5,8 @@ a model that is trained whole also gradients, moments, float32 copies, the embed
 steps them. Costs: each layer crosses the bus in the forward pass and again in the backward pass, and its
 gradients once: hidden behind long micro-batches; host memory; the step at the speed of the host's memory.
 Exact: bytes are copied, a layer is recomputed as under checkpointing; on a GPU the host's AdamW rounds apart.
-Refused: with several processes, for methods that write completions, with 8-bit weights, and without layers
-that keep only their input.
+Refused: with several processes but under an adapter and DDP (each has its own copy), for methods that write
+completions, with 8-bit weights, and without layers that keep only their input.
 
 Source: Rajbhandari et al. 2021, arXiv:2104.07857 (ZeRO-Infinity, section 5); layer by layer from one block as
 in MegaTrain, arXiv:2604.05091; bit for bit by tests/equal/test_weights_offload_is_exact.py.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.compiled_layers import IN_PARTS
-from memtrain.memory.rules.weights_offload import ONE_PROCESS, is_asked, refusal_of
+from memtrain.memory.rules.weights_offload import EACH_ITS_OWN, goes_with_others, is_asked, refusal_of
 from memtrain.memory.strategies.base import ON_A_GPU, Conflict, Strategy, StrategyContext, Updates, on_off
 
 
@@ -38,6 +38,12 @@ def refusal(case: StrategyContext) -> str | None:
 
 def _steps_elsewhere(settings: Settings) -> bool:
     return settings.adapter is None and not OPTIMIZERS[settings.optimizer].steps_on_host
+
+
+def _divides_weights(settings: Settings) -> bool:
+    if settings.num_processes == 1:
+        return False
+    return not goes_with_others(settings.engine, settings.adapter is not None, settings.context_parallel > 1)
 
 
 STRATEGY = Strategy(
@@ -65,7 +71,7 @@ STRATEGY = Strategy(
         ),
         Conflict("full_offloading", "what a layer keeps would hold its weights; only its input travels"),
         Conflict("compiled layers", IN_PARTS, when=lambda settings: settings.compiled),
-        Conflict("several processes", ONE_PROCESS, when=lambda settings: settings.num_processes > 1),
+        Conflict("several processes but under an adapter and DDP", EACH_ITS_OWN, when=_divides_weights),
         Conflict(
             "8-bit weights",
             "they keep copies of their own on the device",
