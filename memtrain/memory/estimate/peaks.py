@@ -6,6 +6,7 @@ A moment of a step at which memory can be highest is a sum of owners; a phase's 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import (
@@ -34,6 +35,7 @@ from memtrain.memory.estimate.sharded.zero import (
 )
 from memtrain.memory.estimate.static import (
     backward_bucket,
+    copies_at_load,
     gradient_bytes,
     largest_trained,
     reference_bytes,
@@ -104,7 +106,10 @@ def estimate(
 
 def _loading(load: Workload) -> Moment:
     """The model as it is loaded: whole on every rank and then cut, unless each reads its own rows."""
-    resting = _resting(load, has_state=False) | {"batch": 0}
+    resting = _resting(load, has_state=False) | {
+        "batch": 0,
+        "master copies": copies_at_load(load.settings, load.shape),
+    }
     if not shards_weights(load.settings) or load.settings.loads_shards:
         return resting
     return resting | {"weights": weights_bytes(load.settings, load.shape)}
@@ -324,7 +329,8 @@ def evaluation_moment(load: Workload) -> Moment:
     if uses_zero(load.settings):
         base |= between_steps(load.settings, load.shape) | {"gathered weights": gathered_module(load)}
     base |= {"head's weight": fetched_head(load.settings, load.shape)}
-    layer = base | {"activations": forward_of_layer(load) + positions_and_mask(load)} | taught_states(load)
+    read = replace(load, batch=load.batch.mismatched)
+    layer = base | {"activations": forward_of_layer(read) + positions_and_mask(read)} | taught_states(load)
     scores = base | {"activations": 0, "logits": head.evaluation}
     return max(layer, scores, base | taught_moment(load), key=total)
 

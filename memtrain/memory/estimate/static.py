@@ -166,6 +166,13 @@ def copy_size(settings: Settings) -> int:
     return {"float32": 4, "split": 2, "stochastic": 0}[settings.copies] if settings.master_weights else 0
 
 
+def copies_at_load(settings: Settings, shape: ModelShape) -> int:
+    """Bytes of float32 copies while a model is loaded: all that stay, or the largest on its way."""
+    if not (settings.master_weights and settings.optimizer_offload and settings.device == "cuda"):
+        return static_bytes(settings, shape).master
+    return share(copy_size(settings) * largest_trained(settings, shape), settings, of="states")
+
+
 def small_gradients(settings: Settings, shape: ModelShape) -> int:
     """Bytes of the gradients that are summed end to end: norms, biases, and matrices below 1 MiB."""
     # Of which gradients are sent together their weights decide; float32 is what is sent.

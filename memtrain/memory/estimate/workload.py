@@ -83,6 +83,18 @@ class HeaviestBatch(NamedTuple):
     """The step of another tool, where it is not memtrain's."""
     teacher: TeacherLoad | None = None
     """A teacher that the loss compares with."""
+    most_answer: int = 0
+    """Most answer tokens of a row, where prompts are read once more with the answers of others (KTO's
+    baseline); 0: they are not."""
+
+    @property
+    def mismatched(self) -> HeaviestBatch:
+        """A bound on the same prompts with the answers of others, where they are read so."""
+        if not self.most_answer:
+            return self
+        tokens = self.tokens + min(self.scored_tokens, self.rows * self.most_answer) - self.rows
+        longest = self.longest + self.most_answer - 1
+        return self._replace(tokens=max(self.tokens, tokens), longest=max(self.longest, longest))
 
 
 @dataclass(frozen=True)

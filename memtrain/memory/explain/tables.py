@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from memtrain.memory.estimate.static import needed, overhead
-from memtrain.memory.plan.plan import PhasePeak, Prediction
+from memtrain.memory.generation.vllm import shares_device
+from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB, gib
+from memtrain.recipes.recipe import Recipe
 
 SHORT = {
     "load": "load",
@@ -43,6 +45,31 @@ def owner_table(prediction: Prediction, plain: Prediction) -> tuple[list[str], l
 
     rows = [[name, *(cell(owners.get(name, 0)) for owners in held)] for name in names]
     return headers, [*rows, ["total", *(cell(phase.num_bytes) for phase in columns)]]
+
+
+VLLM = "vLLM's process"
+
+
+def with_vllm(prediction: Prediction, settings: Settings, recipe: Recipe) -> Prediction:
+    """The prediction with memory that a vLLM process fills on the same device while it writes, to be shown.
+
+    The run's own need, by which it is planned, is without it: the process is made as large as there is room.
+    """
+    if not settings.sampler_bytes or not shares_device(recipe):
+        return prediction
+    engine = Owned(owner=VLLM, num_bytes=settings.sampler_bytes)
+    phases = tuple(
+        phase.model_copy(
+            update={
+                "owners": (*phase.owners, engine),
+                "num_bytes": phase.num_bytes + engine.num_bytes,
+            }
+        )
+        if phase.phase == "generation"
+        else phase
+        for phase in prediction.phases
+    )
+    return prediction.model_copy(update={"phases": phases})
 
 
 def verdict(settings: Settings, prediction: Prediction) -> str:

@@ -20,7 +20,13 @@ from memtrain.memory.estimate.static import (
     static_bytes,
     usable,
 )
-from memtrain.memory.estimate.workload import TRANSFORMERS, ForeignStep, HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import (
+    TRANSFORMERS,
+    ForeignStep,
+    HeadOutput,
+    HeaviestBatch,
+    Workload,
+)
 from memtrain.memory.generation.decode_bytes import generation_bytes
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
@@ -108,6 +114,23 @@ def test_the_step_of_transformers_holds_fourteen_bytes_a_logit_and_the_roots_of_
     assert theirs - own == 2 * logits + rows
     at_the_step = peak(TRANSFORMERS, 1)
     assert at_the_step == pytest.approx(5 * 2 * LLAMA8.num_parameters, rel=0.001)
+
+
+def test_prompts_with_the_answers_of_others_are_longer_in_an_evaluation():
+    """Rows of 100 and 156 tokens, 128 of them answers: at most 256 + 128 - 2 when answers change places."""
+    plain = HeaviestBatch(2, 256, 128, 156)._replace(asks=HeadOutput.LOGPS)
+    asked = plain._replace(most_answer=100)
+    assert (asked.mismatched.tokens, asked.mismatched.longest) == (256 + 128 - 2, 156 + 100 - 1)
+    assert plain.mismatched == plain
+    told, before = (
+        {
+            one.phase: one.num_bytes
+            for one in estimate(make(loss="chunked", loss_tile_bytes=1 << 20), LLAMA8, batch).phases
+        }
+        for batch in (asked, plain)
+    )
+    assert told.pop("evaluation") > before.pop("evaluation")
+    assert told == before
 
 
 def test_every_communicator_is_counted():

@@ -7,6 +7,7 @@ import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import PlannerInputs
+from memtrain.memory.explain.tables import VLLM, owner_table, with_vllm
 from memtrain.memory.generation.vllm import CPU_PROCESS, CUDA_ASLEEP, CUDA_PROCESS
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.units import GIB, MIB
@@ -48,6 +49,24 @@ def test_keys_are_those_of_the_rollout_with_each_prompt_once(ask: Ask, on_h100: 
     weights = 2 * on_h100.shape.num_parameters
     logits = 3 * 4 * 64 * 32_000
     assert settings.sampler_bytes == weights + CUDA_PROCESS + logits + settings.sampler_keys_bytes
+
+
+def test_the_engines_share_stands_in_the_column_of_generation_and_in_no_prediction(
+    ask: Ask, on_h100: PlannerInputs
+):
+    found = ask(on_h100, generate__vllm=PYTHON, **GRPO)
+    shown = with_vllm(found.prediction, found.settings, found.case.recipe)
+    headers, rows = owner_table(shown, found.plain)
+    [row] = [row for row in rows if row[0] == VLLM]
+    filled = {head for head, cell in zip(headers[1:], row[1:], strict=True) if cell != "0"}
+    assert filled == {"generation"}
+    told, totals = (
+        {phase.phase: phase.num_bytes for phase in one.phases} for one in (found.prediction, shown)
+    )
+    assert totals.pop("generation") == told.pop("generation") + found.settings.sampler_bytes
+    assert totals == told
+    apart = ask(on_h100, **(GRPO | {"generate__backend": "native"}))
+    assert with_vllm(apart.prediction, apart.settings, apart.case.recipe) == apart.prediction
 
 
 def test_a_sleeping_engine_takes_from_training_what_it_keeps(ask: Ask, on_h100: PlannerInputs):

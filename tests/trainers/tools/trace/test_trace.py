@@ -195,8 +195,15 @@ def test_what_waits_on_the_host_is_told_and_not_counted_as_the_devices():
     assert resting[0] - resting[1] == states
     copied = HALF | CUDA | {"optimizer_offload": True, "master_weights": True}
     for form, size in (("float32", 4), ("split", 2)):
-        states = trace(sft(LLAMA, copied | {"copies": form}).job).host["optimizer states"]
-        assert states == pytest.approx((8 + size) * weights, rel=0.001)
+        case = sft(LLAMA, copied | {"copies": form})
+        found = trace(case.job)
+        assert found.host["optimizer states"] == pytest.approx((8 + size) * weights, rel=0.001)
+        # The largest copy is made beside the weights, on its way to the host.
+        told = case.estimated().phases[0]
+        assert (told.phase, told.num_bytes) == (
+            "load",
+            pytest.approx(found.recorder.phase_peaks["load"], rel=0.001),
+        )
 
 
 def test_weights_that_live_on_the_host_leave_two_layers_on_the_device():
