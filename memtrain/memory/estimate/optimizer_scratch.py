@@ -12,7 +12,9 @@ from memtrain.memory.estimate.static import (
 )
 from memtrain.memory.estimate.weights_offload import trains_away
 from memtrain.memory.estimate.workload import Workload
+from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.optimizers import OPTIMIZERS
+from memtrain.memory.plan.settings import Settings
 
 
 def optimizer_scratch(load: Workload) -> int:
@@ -41,6 +43,9 @@ def optimizer_scratch(load: Workload) -> int:
     bucket = max(largest, min(MASTER_BUCKET, copied)) if copied else 0
     # Float32 numbers that do not stay are made for a bucket, or fetched, and taken apart weight by weight.
     made = bucket if settings.copies != "float32" or settings.optimizer_offload else 0
+    if settings.optimizer_offload and settings.copies != "stochastic":
+        # Copies, or the bits beside the weights, of the bucket that comes or leaves meanwhile.
+        made += _neighbour(bucket, copied, settings, shape) // (1 if settings.copies == "float32" else 2)
     made += 2 * largest if settings.copies != "float32" else 0
     stepped = max(largest, min(MASTER_BUCKET, 4 * num_trained(settings, shape)))
     # Both moments of a bucket; and three steps of one tensor's on the way into 8 bits.
@@ -49,9 +54,20 @@ def optimizer_scratch(load: Workload) -> int:
 
 
 def offload_bucket(load: Workload) -> int:
-    """Moments that are on the device at once while they wait on the host otherwise."""
+    """Moments that are on the device at once while they wait on the host otherwise: of two buckets."""
     settings, shape = load.settings, load.shape
     if not settings.optimizer_offload:
         return 0
-    of_largest = 2 * largest_trained(settings, shape) * (4 if settings.master_weights else load.a)
-    return max(of_largest, min(OFFLOAD_BUCKET, optimizer_bytes(settings, shape)))
+    number_bytes = 4 if settings.master_weights else load.a
+    all_bytes = optimizer_bytes(settings, shape)
+    of_largest = 2 * largest_trained(settings, shape) * number_bytes
+    bucket = max(of_largest, min(OFFLOAD_BUCKET, all_bytes))
+    of_linear = 0 if settings.adapter is not None else 2 * shape.largest_linear * number_bytes
+    return bucket + min(max(OFFLOAD_BUCKET, of_linear), max(0, all_bytes - bucket))
+
+
+def _neighbour(bucket: int, all_bytes: int, settings: Settings, shape: ModelShape) -> int:
+    """Float32 bytes of the bucket beside the largest one: the largest tensors lie apart, with layers between
+    them."""
+    of_linear = 0 if settings.adapter is not None else 4 * shape.largest_linear
+    return min(max(MASTER_BUCKET, of_linear), max(0, all_bytes - bucket))

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from memtrain.trainers.optim.offload import to_device, to_host
+from memtrain.trainers.optim.offload import Shuttle, to_host
 from memtrain.trainers.runtime.seed import derive_seed
 from memtrain.trainers.runtime.weight_layout import local_of
 
@@ -30,6 +30,8 @@ class Form(Protocol):
     """Name of the form, as in FORMS."""
     stays: bool
     """The float32 tensors are there between steps too, beside the weights."""
+    shuttle: Shuttle | None
+    """Carries what `held` names, where it waits on the host."""
 
     def take(self, parameter: Tensor) -> Tensor:
         """The float32 numbers of a parameter, to be stepped."""
@@ -62,18 +64,19 @@ class Float32:
 
     def __init__(self, parameters: list[Tensor], *, away: bool = False) -> None:
         self.stays = not away
+        self.shuttle = Shuttle() if away else None
         self._copies = {one: _beside(one, one.detach().float(), away=away) for one in parameters}
 
     def take(self, parameter: Tensor) -> Tensor:
         """The copy itself, or its copy beside the weight."""
         copy = self._copies[parameter]
-        return copy if self.stays else to_device(copy, parameter)
+        return copy if self.shuttle is None else self.shuttle.take(copy, parameter)
 
     def give(self, parameter: Tensor, copy: Tensor) -> None:
         """The parameter becomes the copy, rounded to nearest."""
         parameter.copy_(copy)
-        if not self.stays:
-            self._copies[parameter].copy_(copy)
+        if self.shuttle is not None:
+            self.shuttle.send(copy, parameter, self._copies[parameter])
 
     def held(self, parameter: Tensor) -> dict[str, Tensor]:
         """The copy."""
@@ -105,7 +108,7 @@ class Split:
     stays = False
 
     def __init__(self, parameters: list[Tensor], *, away: bool = False) -> None:
-        self._is_away = away
+        self.shuttle = Shuttle() if away else None
         self._low = {
             one: _beside(one, torch.zeros_like(one, dtype=torch.int16), away=away) for one in parameters
         }
@@ -115,13 +118,18 @@ class Split:
         assert parameter.dtype == torch.bfloat16, "A float16 weight is no high half of a float32 number."
         bits = parameter.float().view(torch.int32)
         low = self._low[parameter]
-        return bits.add_(to_device(low, parameter) if self._is_away else low).view(torch.float32)
+        here = low if self.shuttle is None else self.shuttle.take(low, parameter)
+        return bits.add_(here).view(torch.float32)
 
     def give(self, parameter: Tensor, copy: Tensor) -> None:
         """Round the number to the weight, and keep the difference of their bits."""
         parameter.copy_(copy)
         low = copy.view(torch.int32).sub_(parameter.float().view(torch.int32))
-        self._low[parameter].copy_(low.clamp_(max=2**15 - 1).to(torch.int16))
+        low = low.clamp_(max=2**15 - 1).to(torch.int16)
+        if self.shuttle is None:
+            self._low[parameter].copy_(low)
+        else:
+            self.shuttle.send(low, parameter, self._low[parameter])
 
     def held(self, parameter: Tensor) -> dict[str, Tensor]:
         """The low bits; the high ones are the weight itself."""
@@ -149,6 +157,7 @@ class Stochastic:
 
     name = "stochastic"
     stays = False
+    shuttle = None
 
     def __init__(self, parameters: list[Tensor], seed: int) -> None:
         self._generator = torch.Generator(parameters[0].device if parameters else "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from memtrain.memory.estimate.static import MASTER_BUCKET
 from memtrain.trainers.optim.buckets import buckets_of
 from memtrain.trainers.optim.master_forms import form_of, give_all
+from memtrain.trainers.optim.offload import OffloadedStates
 from memtrain.trainers.runtime.weight_layout import local_of
 
 Group = dict[str, Any]
@@ -72,10 +74,13 @@ class MasterWeights(Optimizer):
         for parameter in gradients:
             parameter.grad = None
         try:
-            for bucket in self._buckets():
+            buckets = [*self._buckets(), []]
+            for bucket, following in pairwise(buckets):
+                self._look_ahead(bucket, following, gradients)
                 self._step_bucket(bucket, gradients, left)
             left = gradients
         finally:
+            self._end_copies()
             for _, master in self.pairs():
                 master.grad = None
             for parameter, gradient in left.items():
@@ -134,6 +139,37 @@ class MasterWeights(Optimizer):
                 master.grad = None
                 if parameter is not master and not self.form.stays:
                     master.data = self._blank.expand(parameter.shape)
+
+    def _look_ahead(
+        self,
+        bucket: list[tuple[Tensor, Tensor]],
+        following: list[tuple[Tensor, Tensor]],
+        gradients: dict[Tensor, Tensor | None],
+    ) -> None:
+        """Let what waits on the host for this bucket come, and for the next one after it."""
+        here, later = (
+            [pair for pair in one if gradients[pair[0]] is not None] for one in (bucket, following)
+        )
+        if isinstance(self._inner, OffloadedStates):
+            self._inner.coming = [master for _, master in later]
+        if self.form.shuttle is None:
+            return
+        needed, needed_later = (
+            [(self.form.held(one).values(), one) for one, master in pairs if one is not master]
+            for pairs in (here, later)
+        )
+        # The bucket before has left, so that there are never three.
+        self.form.shuttle.settle()
+        for held, parameter in needed:
+            self.form.shuttle.fetch(held, parameter)
+        self.form.shuttle.fetch_if_there_is_room(needed_later)
+
+    def _end_copies(self) -> None:
+        if self.form.shuttle is not None:
+            self.form.shuttle.end()
+        if isinstance(self._inner, OffloadedStates):
+            self._inner.coming = ()
+            self._inner.shuttle.end()
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, with the kept part of each parameter's float32 numbers."""

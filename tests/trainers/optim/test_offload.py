@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from memtrain.recipes.sections.optim import Optim
-from memtrain.trainers.optim import master_forms
+from memtrain.trainers.model.offload.copy_engines import LazyEngine
+from memtrain.trainers.optim import master_weights
 from memtrain.trainers.optim import offload as optim_offload
 from memtrain.trainers.optim.atomic_step import step_whole
 from memtrain.trainers.optim.build import build_optimizer
@@ -78,57 +79,77 @@ def test_one_continues_the_other(make_settings, kind: str, first: bool, then: bo
 
 @pytest.mark.parametrize("kind", ["adamw", *OF_COPIES])
 def test_a_step_that_breaks_off_keeps_the_states_of_what_was_stepped(make_settings, monkeypatch, kind: str):
-    """Copying the second bucket's states fails once; the step is made again for what is left."""
+    """Copying the second bucket's states fails twice, ahead and when they are needed; the step is made again
+    for what is left."""
     plain = make_model(kind)
     train(plain, make_optimizer(plain, kind, make_settings, offloads=False), range(4))
     model = make_model(kind)
     optimizer = make_optimizer(model, kind, make_settings, offloads=True)
     train(model, optimizer, range(2))
-    real, calls = optim_offload.to_device, []
+    real, calls = optim_offload.device_memory, []
 
     def broken(value: Any, parameter: torch.Tensor) -> Any:
         calls.append(1)
-        if len(calls) == 5:
+        if len(calls) in (5, 6):
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 MiB")
         return real(value, parameter)
 
-    monkeypatch.setattr(optim_offload, "to_device", broken)
+    monkeypatch.setattr(optim_offload, "device_memory", broken)
     train(model, optimizer, range(2, 4))
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_copy_is_read_before_it_was_waited_for(make_settings, monkeypatch, kind: str):
+    """An engine that copies nothing until somebody waits: a missing wait is a wrong number."""
+    monkeypatch.setattr(optim_offload, "SyncEngine", LazyEngine)
+    monkeypatch.setattr(optim_offload, "OFFLOAD_BUCKET", 300)
+    monkeypatch.setattr(master_weights, "MASTER_BUCKET", 300)
+    plain = make_model(kind)
+    offloaded = copy.deepcopy(plain)
+    train(plain, make_optimizer(plain, kind, make_settings, offloads=False), range(4))
+    train(offloaded, make_optimizer(offloaded, kind, make_settings, offloads=True), range(4))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), offloaded.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon", "float32 copies"])
-def test_no_more_states_are_on_the_device_than_the_plan_counts(make_settings, monkeypatch, kind: str):
-    """Buckets of 1200 bytes; the two moments of the largest tensor have 1024, and those of all 1696."""
+def test_states_of_two_buckets_are_on_the_device_and_never_of_three(make_settings, monkeypatch, kind: str):
+    """Four tensors, each a bucket: while one is stepped, the next one has come and none before is left."""
+    monkeypatch.setattr(optim_offload, "OFFLOAD_BUCKET", 1)
+    monkeypatch.setattr(master_weights, "MASTER_BUCKET", 1)
     model = make_model(kind)
-    optimizer = make_optimizer(model, kind, make_settings, offloads=True)
+    optimizer: Any = make_optimizer(model, kind, make_settings, offloads=True)
     train(model, optimizer, range(1))
-    stepped: list[int] = []
-    real = optim_offload.OffloadedStates._step_bucket
+    sizes: list[tuple[int, int]] = []
+    real = optim_offload.BucketedOptimizer._step_bucket
 
     def counted(self: Any, bucket: list[torch.Tensor], gradients: Any) -> None:
-        states = [value for one in bucket for value in self.state[one].values()]
-        stepped.append(sum(value.nbytes for value in states if value.ndim))
+        coming = [held.nbytes for held, _, _ in self.shuttle._coming.values() if held.ndim]
+        sizes.append((sum(coming), len(self.shuttle._leaving)))
         real(self, bucket, gradients)
 
-    monkeypatch.setattr(optim_offload.OffloadedStates, "_step_bucket", counted)
+    monkeypatch.setattr(optim_offload.BucketedOptimizer, "_step_bucket", counted)
     train(model, optimizer, range(1, 2))
-    assert len(stepped) > 1
-    assert 0 < max(stepped) <= optim_offload.OFFLOAD_BUCKET
+    # Matrices of 128 and 64 numbers, then, in a step of their own, biases of 16 and 4 with two moments each.
+    of = 1 if kind == "muon" else 2
+    first, second = 4 * of * 128, 4 * of * 64
+    assert sizes == [(first + second, 0), (second, 0), (8 * 20, 0), (8 * 4, 0)]
+    of_copies = [optimizer._inner.shuttle, optimizer.form.shuttle] if kind == "float32 copies" else []
+    shuttles = of_copies or [optimizer.shuttle]
+    assert all(not one._coming and not one._leaving for one in shuttles)
 
 
 @pytest.mark.parametrize("kind", OF_COPIES)
 def test_copies_wait_on_the_host_with_the_moments(make_settings, monkeypatch, kind: str):
     """What is put there: for 212 weights a copy of 4 bytes or bits of 2, and moments of 4 bytes each."""
     put: list[int] = []
-    real = optim_offload.to_host
+    real = optim_offload.host_memory
 
     def counted(value: Any, parameter: torch.Tensor, home: Any = None) -> Any:
         put.append(value.nbytes if home is None and value.ndim else 0)
         return real(value, parameter, home)
 
-    for module in (optim_offload, master_forms):
-        monkeypatch.setattr(module, "to_host", counted)
+    monkeypatch.setattr(optim_offload, "host_memory", counted)
     model = make_model(kind)
     optimizer: Any = make_optimizer(model, kind, make_settings, offloads=True)
     beside = (2 if kind == "split copies" else 4) * 212

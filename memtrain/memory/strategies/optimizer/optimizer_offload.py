@@ -1,10 +1,10 @@
 """Optimizer offload: moments and float32 copies wait in host memory, and travel to the device for the step.
 
 When: weights and gradients fit, the optimizer's states do not. Saves: two numbers for each trained weight on
-the device, and a third where it has a float32 copy (of split copies the bits), but for a bucket. Costs: they
-cross the bus twice a step (the more micro-batches a step has, the less it is felt); as many bytes of host
-memory. Exact: the same update on the same numbers. Refused: on a CPU, and for optimizers without moments of
-that size or with paged ones.
+the device, and a third where it has a float32 copy (of split copies the bits), but for two buckets: while one
+is stepped, the next comes or the one before leaves. Costs: they cross the bus twice a step (the more
+micro-batches a step has, the less it is felt); as many bytes of host memory. Exact: the same update on the
+same numbers. Refused: on a CPU, and for optimizers without moments of that size or with paged ones.
 
 Source: Ren et al. 2021, arXiv:2101.06840 (ZeRO-Offload); here the update itself stays on the device.
 """
