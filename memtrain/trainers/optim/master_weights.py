@@ -146,7 +146,7 @@ class MasterWeights(Optimizer):
         following: list[tuple[Tensor, Tensor]],
         gradients: dict[Tensor, Tensor | None],
     ) -> None:
-        """Let what waits on the host for this bucket come, and for the next one after it."""
+        """Begin the copies from the host that a bucket needs, then the copies for the next bucket."""
         here, later = (
             [pair for pair in one if gradients[pair[0]] is not None] for one in (bucket, following)
         )

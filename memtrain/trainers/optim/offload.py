@@ -44,7 +44,7 @@ class Shuttle:
                 self._coming[id(value)] = (value, copy, self._on(parameter).copy_back(copy, value, None))
 
     def fetch_if_there_is_room(self, values: Sequence[tuple[Iterable[Any], Tensor]]) -> None:
-        """Begin to copy what the next bucket needs; where memory does not allow it, nothing of it comes."""
+        """Begin the copies of the next bucket; where memory does not allow them all, none comes."""
         before = set(self._coming)
         _, is_done = attempt(lambda: [self.fetch(held, parameter) for held, parameter in values])
         if not is_done:
