@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from shared_out import assert_same_curve
 from transformers import AutoTokenizer
 
 from memtrain.cli.commands.score_teacher import score_teacher
@@ -120,6 +121,19 @@ def test_a_teacher_of_another_vocabulary_is_one_error_before_anything_loads(made
             None, str(folder / "distill.yaml"), [f"distill.teacher={tmp_path}"], run_dir=str(tmp_path / "r")
         )
     assert len(caught.value.faults) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", ["builtin:tiny", "adapter_off"])
+def test_two_ranks_with_student_and_teacher_in_shards_are_one(runs, curve_of, teacher: str):
+    """Both models are cut by rows; a pass of the student lies inside one of its teacher."""
+    runs.recipe.write_text(runs.recipe.read_text().replace("method: sft", "method: distill"))
+    said = (f"distill.teacher={teacher}", "distill.cross_entropy_weight=0.25", "train.micro_batch_size=2")
+    said += ("model.adapter={r: 4}",) if teacher == "adapter_off" else ()
+    one = runs.done("one", *said, verb="distill")
+    ranks = runs.fork_ranks("two", 2, *said, "cluster.engine=fsdp2", verb="distill")
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
+    assert_same_curve(curve_of(runs.folder / "two"), curve_of(one), rel=1e-4)
 
 
 @pytest.mark.slow

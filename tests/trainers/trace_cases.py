@@ -389,6 +389,7 @@ RANKS = {
     "FSDP2": sft(LLAMA, FSDP),
     "FSDP2, checkpointed, accumulating": sft(QWEN, FSDP | EVERY | HALF, 2),
     "FSDP2, eight ranks, LoRA": sft(LLAMA, FSDP | {"num_processes": 8, "adapter": LORA} | EVERY),
+    "distill, a model, FSDP2": Case("distill", SMALL, FSDP | TAUGHT | EVERY),
     "FSDP2, QLoRA, checkpointed, accumulating": sft(
         QWEN, FSDP | {"adapter": LORA, "quantize": "4bit"} | EVERY | HALF, 2
     ),

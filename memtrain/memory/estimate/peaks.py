@@ -285,8 +285,10 @@ def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> l
     asked = reference_pass(load, head_bytes(load, trains_head=trains_head(load.settings)))
     resting, last = _resting(load, has_state=has_state), _resting(load, has_state=True)
     own = gradient_bytes(load.settings, load.shape, accumulates=accumulates)
+    taught = resting | taught_states(load)
     return [
-        *fsdp_moments(load, resting, _kept(load), holds=accumulates, asked=asked),
+        resting | taught_moment(load),
+        *fsdp_moments(load, taught, _kept(load), holds=accumulates, asked=asked),
         last | {"gradients": own, "optimizer scratch": optimizer_scratch(load) + offload_bucket(load)},
     ]
 
@@ -325,7 +327,8 @@ def evaluation_moment(load: Workload) -> Moment:
     head = head_bytes(load, trains_head=trains_head(load.settings))
     base = _resting(load, has_state=True) | copied_here(load.settings, load.shape)
     if shards_weights(load.settings) and not uses_zero(load.settings):
-        return max(pass_moments(load, base), key=total)
+        taught = base | taught_states(load)
+        return max(base | taught_moment(load), *pass_moments(load, taught), key=total)
     if uses_zero(load.settings):
         base |= between_steps(load.settings, load.shape) | {"gathered weights": gathered_module(load)}
     base |= {"head's weight": fetched_head(load.settings, load.shape)}

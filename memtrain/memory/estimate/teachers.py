@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memtrain.memory.estimate.activations import positions_and_mask
+from memtrain.memory.estimate.sharded.sharding import gathered, groups
 from memtrain.memory.estimate.static import reference_bytes
 from memtrain.memory.estimate.streamed_layers import forward_of_layer
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, TeacherLoad, Workload
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.methods.distill import Distill
 
@@ -58,9 +60,15 @@ def teacher_load(
         own, shape = teacher_settings(settings, teacher.dtype), teacher.shape
         weights = reference_bytes(own.model_copy(update={"reference": "copy"}), shape)
     load = Workload(own, shape, batch)
+    whole = 0
+    if shards_weights(settings):
+        # The student's pass is made inside the call of the teacher's head, which is gathered meanwhile.
+        cut = groups(own, shape)
+        weights += (cut.head.weights or cut.root.weights) if settings.teacher == "model" else 0
+        whole = gathered(own, shape)
     return TeacherLoad(
         weights=weights,
-        one_pass=forward_of_layer(load) + positions_and_mask(load),
+        one_pass=forward_of_layer(load) + positions_and_mask(load) + whole,
         final=2 * DTYPE_BYTES[own.dtype] * load.N * shape.width,
         each_scored=DTYPE_BYTES[own.dtype] * shape.width,
         num_columns=min(shape.vocab_size, student.vocab_size),

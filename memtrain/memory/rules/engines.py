@@ -215,6 +215,10 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
     in_parts = engine == "zero3"
     faults = vllm_faults(recipe) if in_parts else []
     faults += _unshared_faults(recipe, "of flat parts")
+    if recipe.taught is not None and recipe.taught.kind != "file":
+        what = "the student's pass is made inside the teacher's, which DeepSpeed's hooks do not expect"
+        fix = "set cluster.engine: fsdp2 or ddp, or top_k and top_k_file (memtrain score-teacher)"
+        faults.append((what, f"{recipe.method}.teacher", fix))
     if recipe.model.quantize != "none":
         what = f"weights in {recipe.model.quantize} are cut into shards by FSDP2 alone"
         faults.append((what, "model.quantize", "set it to none, or cluster.engine: fsdp2 or ddp"))
@@ -253,6 +257,10 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
 def fsdp2_faults(recipe: Recipe, dtype: str) -> list[tuple[str, str, str]]:
     """(what, where, fix) of each part of a recipe that FSDP2 cannot honour."""
     faults = vllm_faults(recipe) + _unshared_faults(recipe, "of shards")
+    if recipe.taught is not None and recipe.taught.on_policy_fraction:
+        what = "the student's own completions, judged by a teacher in shards, are untested"
+        fix = "set on_policy_fraction: 0, or cluster.engine: ddp"
+        faults.append((what, f"{recipe.method}.on_policy_fraction", fix))
     if dtype == "float16":
         what = "float16 needs its loss scaled, which is not done over shards"
         faults.append((what, "model.dtype", "set it to float32, or cluster.engine: ddp"))
@@ -270,10 +278,6 @@ def fsdp2_faults(recipe: Recipe, dtype: str) -> list[tuple[str, str, str]]:
 def _unshared_faults(recipe: Recipe, of_what: str) -> list[tuple[str, str, str]]:
     """Faults of a recipe that no engine with divided weights or states can honour."""
     faults: list[tuple[str, str, str]] = []
-    if recipe.taught is not None and recipe.taught.kind != "file":
-        what = f"a teacher beside a student {of_what} is untested"
-        fix = "set top_k and top_k_file (memtrain score-teacher), or cluster.engine: ddp"
-        faults.append((what, f"{recipe.method}.teacher", fix))
     if OPTIMIZERS[recipe.optim.kind].needs_matrices:
         faults.append(
             (

@@ -157,7 +157,7 @@ def build(plan: Plan, spread: WeightLayout | None = None) -> Built:
     if settings.teacher == "none":
         reference = build_reference(plan, scorer, module, train, held_out, lay=spread.lay_frozen)
     else:
-        reference = build_teacher(plan, scorer, longest_row(plan))
+        reference = build_teacher(plan, scorer, longest_row(plan), lay=_laid_and_passed(plan, spread, pad_id))
         give_likely(recipe, train, held_out)
     parts = assemble(scorer, trained, reference, recipe, settings)
     built = Built(tokenizer, parts, train, held_out, spread, why_whole)
@@ -210,6 +210,16 @@ def longest_row(plan: Plan) -> int:
             most + recipe.generation.max_tokens, settings.max_length or most + recipe.generation.max_tokens
         )
     return most + recipe.generation.max_tokens if recipe.online is not None else most
+
+
+def _laid_and_passed(plan: Plan, spread: WeightLayout, pad_id: int | None) -> Callable[[nn.Module], None]:
+    """Lays a teacher over the ranks, and makes its first pass through the scorer itself."""
+
+    def lay(scorer: nn.Module) -> None:
+        spread.lay_frozen(scorer)
+        _first_pass(cast(Scorer, scorer), plan.settings, pad_id if pad_id is not None else 0)
+
+    return lay
 
 
 def _first_pass(scorer: AnyScorer, settings: Settings, pad_id: int) -> None:

@@ -23,6 +23,7 @@ from memtrain.trainers.model.attention.isolation_check import verify_causal, ver
 from memtrain.trainers.model.attention.padding_check import verify_padding
 from memtrain.trainers.model.heads.lm_head import Scorer, base_model, verify_head
 from memtrain.trainers.model.loading.load import load_model
+from memtrain.trainers.model.loading.sharded_load import made_in_parts
 from memtrain.trainers.protocols.feed import Feed
 from memtrain.trainers.reference.build import frozen_scorer
 from memtrain.trainers.reference.reference import FrozenReference, without_adapter
@@ -32,8 +33,16 @@ SEED = 1
 nothing."""
 
 
-def build_teacher(plan: Plan, scorer: nn.Module, longest: int) -> FrozenReference | None:
+def build_teacher(
+    plan: Plan,
+    scorer: nn.Module,
+    longest: int,
+    *,
+    lay: Callable[[nn.Module], None] = lambda scorer: None,
+) -> FrozenReference | None:
     """The teacher that the loss asks; None where its likeliest tokens come with the rows.
+
+    `lay` lays the weights of a model of its own over the ranks.
 
     Raises: LaunchError when it cannot be loaded, or trusted with rows that lie as these do.
     """
@@ -41,7 +50,7 @@ def build_teacher(plan: Plan, scorer: nn.Module, longest: int) -> FrozenReferenc
 
     def held() -> nn.Module:
         own = teacher_settings(settings, teacher_model(recipe).dtype)
-        return scorer_of_teacher(recipe, own, longest)
+        return scorer_of_teacher(recipe, own, longest, lay=lay)
 
     return make_teacher(scorer, settings, held)
 
@@ -71,7 +80,13 @@ def give_likely(recipe: Recipe, *feeds: Feed | None) -> None:
             taught.check_file()
 
 
-def scorer_of_teacher(recipe: Recipe, own: Settings, longest: int) -> nn.Module:
+def scorer_of_teacher(
+    recipe: Recipe,
+    own: Settings,
+    longest: int,
+    *,
+    lay: Callable[[nn.Module], None] = lambda scorer: None,
+) -> nn.Module:
     """The frozen scorer of the recipe's teacher under settings of its own, checked as the student is.
 
     Raises: LaunchError when it cannot be loaded, or trusted with rows that lie as these do.
@@ -79,8 +94,11 @@ def scorer_of_teacher(recipe: Recipe, own: Settings, longest: int) -> nn.Module:
     section = teacher_model(recipe)
     # Its tokenizer is the student's: make_plan compared them.
     count = len(tokenizer_of(section))
-    model = load_model(section, own, seed=recipe.train.seed + SEED, vocab_size=count)
-    scorer = frozen_scorer(model, own)
+    scorer, _ = made_in_parts(
+        own,
+        lambda: frozen_scorer(load_model(section, own, seed=recipe.train.seed + SEED, vocab_size=count), own),
+    )
+    lay(scorer)
     _verify(scorer, own, longest)
     return scorer
 

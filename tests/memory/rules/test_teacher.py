@@ -51,8 +51,8 @@ def test_a_file_holds_no_teacher(ask, facts):
         (LARGE | {"attention_chunk_size": 16}, {}, "the teacher"),
         (
             LARGE,
-            {"cluster__engine": "fsdp2", "cluster__processes": 2},
-            "a teacher beside a student of shards",
+            {"cluster__engine": "zero2", "cluster__processes": 2},
+            "the student's pass is made inside the teacher's",
         ),
         (
             LARGE,

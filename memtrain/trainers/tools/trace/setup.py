@@ -92,12 +92,17 @@ def build_step(
         own = settings if taught is None else teacher_settings(settings, taught.teacher_dtype)
         return frozen_scorer(copy, own, TracedHost() if plays_host else None)
 
+    def laid() -> nn.Module:
+        teacher = held()
+        layout.lay_frozen(teacher)
+        return teacher
+
     if settings.teacher == "none":
         reference = make_reference(
             scorer, recipe, settings, copy=held, precompute=lambda reference: None, lay=layout.lay_frozen
         )
     else:
-        reference = make_teacher(scorer, settings, held)
+        reference = make_teacher(scorer, settings, laid)
     parts = assemble(scorer, trained, reference, recipe, settings)
     with as_fake_zero_settings(settings, recipe.optim.max_grad_norm) as played:
         # Scales depend on data; the sums that they need are made all the same.
