@@ -115,13 +115,12 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
     Raises: RecipeError, LaunchError.
     """
     died = _died(asked)
-    hardware, budget = devices(asked, died, foreign.processes)
+    imported = import_config(foreign, has_stand_ins=True)
+    # verl says its devices in its own keys.
+    foreign = replace(foreign, processes=int(str(imported.pins["cluster.processes"])))
+    is_float16 = imported.whole().model.dtype == "float16"
+    hardware, budget = devices(asked, died, foreign.processes, is_float16=is_float16)
     was = as_it_was(foreign, hardware, budget, asked.max_length)
-    if (number := int(str(was.imported.pins["cluster.processes"]))) != foreign.processes:
-        # verl says its devices in its own keys.
-        foreign = replace(foreign, processes=number)
-        hardware, budget = devices(asked, died, number)
-        was = as_it_was(foreign, hardware, budget, asked.max_length)
     way = None
     if was.priced.need_bytes > budget or died.asked_bytes is not None:
         way = own_way(foreign, was, hardware, budget, asked.max_length)
@@ -186,8 +185,12 @@ def _of_recipe(asked: RescueQuestion, recipe: Recipe, died: OomReport) -> Rescue
     )
 
 
-def devices(asked: RescueQuestion, died: OomReport, processes: int) -> tuple[Hardware, int]:
+def devices(
+    asked: RescueQuestion, died: OomReport, processes: int, *, is_float16: bool = False
+) -> tuple[Hardware, int]:
     """(the cards, usable bytes of each): the named cards, or the traceback's.
+
+    `is_float16`: the run computed in float16, as it must on cards without bfloat16.
 
     Raises: RecipeError where neither says them.
     """
@@ -196,7 +199,7 @@ def devices(asked: RescueQuestion, died: OomReport, processes: int) -> tuple[Har
     if asked.gpu is not None:
         hardware = Hardware.named(asked.gpu, processes)
     elif size is not None:
-        hardware = _card_of(size, processes)
+        hardware = _card_of(size, processes, is_float16=is_float16)
     else:
         raise RecipeError(
             "the card of the run is unknown",
@@ -214,10 +217,10 @@ def devices(asked: RescueQuestion, died: OomReport, processes: int) -> tuple[Har
     return replace(hardware, memory_bytes=memory, free_bytes=wanted, host_bytes=host), wanted
 
 
-def _card_of(size: int, processes: int) -> Hardware:
+def _card_of(size: int, processes: int, *, is_float16: bool) -> Hardware:
     """The card of a size: the nearest of the table, or one like it that is as large."""
     cards = [Hardware.named(name, processes) for name in known_names()]
-    cards = [card for card in cards if card.has_bfloat16] or cards
+    cards = [card for card in cards if card.has_bfloat16 or is_float16]
     best = min(cards, key=lambda card: abs(card.memory_bytes - size))
     if abs(best.memory_bytes - size) > NEAR * size:
         return replace(best, name=f"a card like {best.name}", memory_bytes=size, free_bytes=size)

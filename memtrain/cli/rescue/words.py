@@ -23,7 +23,9 @@ SAME = "The result is the same: every number up to rounding."
 
 def verdict(found: Rescue) -> str:
     """The need of the run beside the memory that there is."""
-    place = f"{gib(found.budget_bytes)} of {found.hardware.words()}"
+    is_all = found.budget_bytes == found.hardware.memory_bytes
+    place = "" if is_all else f"{gib(found.budget_bytes)} of "
+    place += found.hardware.words()
     if found.was is None:
         return f"{found.name}, {found.method}, on {place}."
     need = found.was.priced.need_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,9 +111,13 @@ def _text(path: Path) -> str:
 
 def _script(text: str, path: Path, tool: str | None, method: str | None, processes: int | None) -> Foreign:
     config, found, is_unsloth = script_config(text, path.name)
+    used = TOOLS[tool or "unsloth"]
     if is_unsloth:
         config["unsloth"] = True
-    return Foreign(TOOLS[tool or "unsloth"], config, method or found, processes or 1, path.name)
+    elif used is UNSLOTH:
+        # The same calls without Unsloth's own are a script of TRL, and are called so.
+        used = replace(UNSLOTH, title=TRL.title)
+    return Foreign(used, config, method or found, processes or 1, path.name)
 
 
 def _mapping(path: Path, tool: str | None, method: str | None, processes: int | None) -> Foreign:

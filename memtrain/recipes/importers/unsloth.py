@@ -147,6 +147,10 @@ def _arguments(call: Call) -> dict[str, Any]:
         return given
     if call.name in TRAINERS or call.name == "UnslothTrainer":
         taken = {key: value for key, value in given.items() if key in _TRAINER_KEYS}
+        model = given.get("model") or next(iter(call.positional), None)
+        if isinstance(model, str) and not isinstance(model, Computed):
+            # A trainer of TRL loads a model that is given by its name.
+            taken[f"{_LOAD}.model_name"] = model
         if isinstance(given.get("teacher_model"), str) and not isinstance(given["teacher_model"], Computed):
             taken["teacher_model_name_or_path"] = given["teacher_model"]
         return taken

@@ -155,3 +155,32 @@ def test_the_command_writes_a_valid_recipe(axolotl: str, tmp_path: Path, capsys:
     assert "The smallest change in Axolotl:" in said
     assert "The result is the same" in said
     assert load_recipe(str(out)).recipe.data.train[0].source == "rows.jsonl"
+
+
+def test_the_devices_of_verl_are_in_its_own_keys(tmp_path: Path):
+    """Eight cards by the configuration, one by the default of the command."""
+    (tmp_path / "verl.sh").write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=rows.parquet "
+        "data.train_batch_size=256 data.max_prompt_length=1024 data.max_response_length=4096 "
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B-Instruct actor_rollout_ref.rollout.n=5 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=128 trainer.n_gpus_per_node=8 "
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16\n"
+    )
+    found = rescued(RescueQuestion(str(tmp_path / "verl.sh"), gpu="a6000"))
+    assert found.hardware.num_devices == 8
+    assert found.plan is not None
+
+
+def test_a_run_in_float16_may_have_been_on_a_card_without_bfloat16(tmp_path: Path):
+    """14.75 GiB are a T4's; in bfloat16 the run cannot have been on one."""
+    names = {}
+    for dtype in ("fp16", "bf16"):
+        config = f"model_name_or_path: Qwen/Qwen2.5-0.5B\nmax_length: 2048\nuse_peft: true\n{dtype}: true\n"
+        (tmp_path / "sft.yaml").write_text(config)
+        died = (
+            "torch.cuda.OutOfMemoryError: GPU 0 has a total capacity of 14.75 GiB of which 1.00 GiB is free."
+        )
+        asked = RescueQuestion(str(tmp_path / "sft.yaml"), died, method="sft")
+        names[dtype] = rescued(asked).hardware.name
+    assert names["fp16"] == "T4"
+    assert names["bf16"] != "T4"

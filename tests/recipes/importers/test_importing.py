@@ -323,3 +323,15 @@ def test_fp16_stays_float16_where_its_loss_is_scaled(tmp_path: Path, engine: str
     recipe, made = of_file(tmp_path, "sft.yaml", text, method="sft", processes=2)
     assert recipe.model.dtype == dtype
     assert any("do not scale" in line for line in made.notes) == (dtype == "auto")
+
+
+def test_a_script_of_trl_may_give_its_trainer_the_name_of_a_model(tmp_path: Path):
+    """As TRL's own first example does; without Unsloth's calls it is called TRL's."""
+    text = (
+        "args = GRPOConfig(num_generations=8, per_device_train_batch_size=8)\n"
+        "trainer = GRPOTrainer(model='Qwen/Qwen3-0.6B', reward_funcs=reward, args=args)\n"
+    )
+    (tmp_path / "train.py").write_text(text)
+    made = import_config(read_foreign(str(tmp_path / "train.py")), has_stand_ins=True)
+    assert made.whole().model.path == "Qwen/Qwen3-0.6B"
+    assert (made.tool.title, made.method) == ("TRL", "grpo")

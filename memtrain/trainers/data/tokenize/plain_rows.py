@@ -54,7 +54,7 @@ class PlainTexts:
 
 def columns_of(form: str, names: Names, kind: str, rendering: Rendering) -> Columns | None:
     """Columns of plain rows of a source; None where its rows are read one by one."""
-    fields = FORMS[form].strings
+    fields: Sequence[str] = FORMS[form].strings
     # Where prompts are trained on too, spans begin elsewhere.
     if form != kind or not fields or (len(fields) > 1 and not rendering.completion_only):
         return None
