@@ -144,7 +144,9 @@ def recipe_of(job: dict[str, Any], folder: Path) -> dict[str, Any]:
             "micro_batch_size": job["batch_size"],
             "max_steps": job["steps"],
             "shuffle": False,
+            "seed": job["seed"],
         },
+        "log": {"final_sample": False},
         "memory": {"activation_checkpointing": "off", "measure_peaks": False},
         "cluster": {"device": "cpu", "processes": 1, "threads": 1},
     }
@@ -154,10 +156,14 @@ def run_trl(job: dict[str, Any]) -> dict[str, Any]:
     """TRL's trainer of the method, in this process."""
     import torch
     import trl  # pyright: ignore[reportMissingImports]
+    import trl.trainer.utils  # pyright: ignore[reportMissingImports]
     from datasets import load_dataset
     from transformers import AutoTokenizer, TrainerCallback
 
     torch.set_num_threads(1)
+    if job["compacts"]:
+        # As where Triton runs: only trained positions go through the head.
+        sys.modules["trl.trainer.utils"]._use_triton = lambda device: True  # pyright: ignore[reportAttributeAccessIssue]
     clock, name, method = Clock(), TRL_NAMES[job["method"]], job["method"]
 
     class Clocked(TrainerCallback):
@@ -220,8 +226,11 @@ def trl_words(job: dict[str, Any]) -> dict[str, Any]:
         "report_to": [],
         "use_cpu": True,
         "bf16": False,
-        "save_strategy": "no",
+        # Both sides save the optimizer's states after the last step, and then the model.
+        "save_strategy": "steps",
+        "save_steps": job["steps"],
         "disable_tqdm": True,
+        "seed": job["seed"],
         "model_init_kwargs": {"dtype": "float32"},
     }
     if method in ONLINE:

@@ -34,6 +34,7 @@ SIDES = ("memtrain", "trl")
 MODES = ("padded", "padding-free", "bfd")
 MODELS: dict[str, dict[str, int]] = {
     "0.9M": {"hidden": 128, "inner": 384, "layers": 4, "heads": 4},
+    "11M, 32k words": {"hidden": 256, "inner": 688, "layers": 4, "heads": 4, "words": 32_000},
     "25M": {"hidden": 512, "inner": 1376, "layers": 8, "heads": 8},
 }
 RECORDED = {"hidden": 32, "inner": 64, "layers": 2, "heads": 2}
@@ -65,7 +66,7 @@ def save_model(folder: Path, shape: dict[str, int], *, is_wave: bool = False) ->
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=shape.get("words", len(tokenizer)),
         hidden_size=shape["hidden"],
         intermediate_size=shape["inner"],
         num_hidden_layers=shape["layers"],
