@@ -73,6 +73,7 @@ def in_files(tmp_path: Path) -> tuple[str, ...]:
 CASES = {
     "random weights": ("sft", 1, ()),
     "an adapter": ("sft", 1, ("model.adapter={r: 8}",)),
+    "DoRA, of files": ("sft", 1, ("files", "model.adapter={r: 8, kind: dora}")),
     "a row on both ranks": ("sft", 1, ("cluster.context_parallel=2",)),
     "a reward model": ("reward", 1, ()),
     "a reward model of files": ("reward", 1, ("files",)),
@@ -81,7 +82,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("DoRA, of files",)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+)
 def test_a_rank_makes_its_part_alone(runs, curve_of, monkeypatch, measured, in_files, case: str):
     """Measured when written, two ranks, a model of 75 MiB: 51 to 56 MiB, of which 38 are the rows, and 101 to
     104 where it was loaded whole; with a value model 90 and 179; of files 32 to 36, and 115 to 119."""

@@ -114,9 +114,10 @@ def under_engine(recipe: Recipe, settings: Settings, form: Form) -> Settings:
 
 
 def loads_shards(recipe: Recipe, settings: Settings) -> bool:
-    """Whether each process reads, or draws, its own rows of a model; DoRA begins with norms of whole ones."""
+    """Whether each process reads, or draws, its own rows; DoRA takes norms of packed weights whole."""
     is_dora = recipe.model.adapter is not None and recipe.model.adapter.kind == "dora"
-    return settings.num_processes > 1 and settings.engine == "fsdp2" and not is_dora
+    takes_whole = is_dora and settings.quantize != "none"
+    return settings.num_processes > 1 and settings.engine == "fsdp2" and not takes_whole
 
 
 def decide_loading(ledger: DecisionLog, settings: Settings) -> None:
@@ -136,7 +137,7 @@ def decide_loading(ledger: DecisionLog, settings: Settings) -> None:
     why = (
         "DeepSpeed divides weights only after they are loaded whole"
         if is_zero
-        else "DoRA is initialised by norms of whole rows"
+        else "DoRA is initialised by norms of packed weights"
     )
     ledger.decide("loading", "whole", f"each process holds all weights until they are divided: {why}")
 

@@ -24,6 +24,7 @@ from memtrain.errors import LaunchError
 from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
 from memtrain.trainers.model.experts.adapters import beside_experts, shapes_of_packed
 from memtrain.trainers.model.loading.adapter_targets import check_targets
+from memtrain.trainers.model.loading.dora_parts import magnitudes_in_parts
 from memtrain.trainers.model.loading.lora_layers import in_few_kernels
 from memtrain.trainers.model.loading.sharded_init import is_keeping
 from memtrain.trainers.model.quantized.packed import layout_of
@@ -58,7 +59,7 @@ def add_adapter(
         use_rslora=adapter.rslora,
         use_dora=adapter.kind == "dora",
     )
-    with warnings.catch_warnings(), shapes_of_packed():
+    with warnings.catch_warnings(), shapes_of_packed(), magnitudes_in_parts():
         # PEFT up to 0.21 reads the name that transformers 5.23 renamed.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.* is deprecated")
         # Tied weights that are adapted or saved apart: merging unties them.

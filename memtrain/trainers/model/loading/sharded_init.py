@@ -121,14 +121,14 @@ def not_drawn() -> Iterator[None]:
 def keep(weight: Tensor, read: Callable[[range], Tensor] | None = None) -> None:
     """Remember where the numbers of a weight without data are; without `read` they are written to it."""
     if read is None:
-        _hold(weight, _room(len(_MODES[-1].stretch(weight.shape)), weight.dtype))
+        hold(weight, _room(len(_MODES[-1].stretch(weight.shape)), weight.dtype))
     else:
         _keep(weight, read)
 
 
 def kept_of(model: nn.Module) -> dict[str, Kept]:
     """Kept numbers of the weights of a model without data, by name."""
-    found = {name: _kept(weight) for name, weight in model.named_parameters()}
+    found = {name: known_of(weight) for name, weight in model.named_parameters()}
     unknown = [name for name, kept in found.items() if kept is None]
     assert not unknown, f"Nobody knows the numbers of {', '.join(unknown)}."
     return cast(dict[str, Kept], found)
@@ -146,14 +146,14 @@ class _Making(TorchDispatchMode):
     def taken(self, param: nn.Parameter) -> nn.Parameter:
         """The parameter without data; its numbers are kept."""
         if param.is_meta:
-            if _kept(param) is None:
+            if known_of(param) is None:
                 keep(param)
             return param
         mine = self.stretch(param.shape)
         own = param.detach().reshape(-1)[mine.start : mine.stop]
         bare = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         vars(bare).update(vars(param))
-        _hold(bare, _room(len(mine), param.dtype).copy_(own))
+        hold(bare, _room(len(mine), param.dtype).copy_(own))
         return bare
 
     def __torch_dispatch__(
@@ -163,12 +163,12 @@ class _Making(TorchDispatchMode):
         if not self.is_on or func.is_view:
             return func(*args, **kwargs)
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        kept = [one for one in map(_kept, given) if one is not None]
+        kept = [one for one in map(known_of, given) if one is not None]
         if not kept:
             return func(*args, **kwargs)
         if func in _ELEMENTWISE:
             return self._made_of(kept[0], func, args, kwargs)
-        if not func._schema.is_mutable or len(kept) > 1 or _kept(args[0]) is None:
+        if not func._schema.is_mutable or len(kept) > 1 or known_of(args[0]) is None:
             raise NeedsWhole(f"{func} needs a whole weight")
         self._written(kept[0], func, args, kwargs)
         return args[0]
@@ -181,7 +181,7 @@ class _Making(TorchDispatchMode):
         mine = self.stretch(kept.shape)
         elsewhere = {key: value for key, value in kwargs.items() if key not in ("device", "memory_format")}
         own: Tensor = func(kept.numbers(mine), *args[1:], **elsewhere)
-        _hold(made, _room(len(mine), own.dtype).copy_(own))
+        hold(made, _room(len(mine), own.dtype).copy_(own))
         return made
 
     def _written(self, kept: Kept, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -201,8 +201,8 @@ class _Making(TorchDispatchMode):
         return self._scratch[: count * dtype.itemsize].view(dtype)
 
 
-def _hold(weight: Tensor, own: Tensor) -> None:
-    """Keep numbers that are in this process's memory."""
+def hold(weight: Tensor, own: Tensor) -> None:
+    """Keep this rank's numbers of a weight without data, which are in this process's memory."""
     _keep(weight, _stored(own)).here = own
 
 
@@ -220,7 +220,13 @@ def _room(count: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype)
 
 
-def _kept(tensor: Any) -> Kept | None:
+def own_stretch(shape: torch.Size) -> range:
+    """Range of the numbers of a weight of such a shape that this rank keeps."""
+    return _MODES[-1].stretch(shape)
+
+
+def known_of(tensor: Any) -> Kept | None:
+    """Kept numbers of a weight without data; None of any other tensor."""
     if not isinstance(tensor, Tensor) or not tensor.is_meta:
         return None
     return _KEPT.get(tensor.untyped_storage()._cdata)

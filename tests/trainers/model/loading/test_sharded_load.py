@@ -89,11 +89,20 @@ def test_a_module_that_is_trained_beside_an_adapter_is_a_copy_in_parts():
     assert_parts_of(lambda: add_adapter(AutoModelForCausalLM.from_config(configured("llama")), adapter))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_magnitudes_of_dora_are_norms_of_the_rows_of_each_part(dtype: torch.dtype):
+    adapter = Adapter(r=4, kind="dora")
+    assert_parts_of(
+        lambda: add_adapter(AutoModelForCausalLM.from_config(configured("llama"), dtype=dtype), adapter)
+    )
+
+
 def test_what_needs_whole_weights_says_so():
-    """DoRA begins with the norms of whole rows."""
+    """GPT-2 has the outputs of a linear map as columns: DoRA takes norms over the rows of all ranks."""
 
     def make() -> nn.Module:
-        return add_adapter(AutoModelForCausalLM.from_config(configured("llama")), Adapter(r=4, kind="dora"))
+        adapter = Adapter(r=4, kind="dora", target_modules=("c_attn",))
+        return add_adapter(AutoModelForCausalLM.from_config(configured("gpt2")), adapter)
 
     with pytest.raises(NeedsWhole), kept_in_parts(stretch_of(0)):
         make()
