@@ -326,13 +326,14 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page from the results")
     parser.add_argument("--method", choices=METHODS_SHOWN, help="one method; the others' results stay")
     parser.add_argument("--having", choices=NAMES, help="cells with this one; the others' results stay")
-    parser.add_argument("--pairs", action="store_true", help="no triples; with --having")
+    parser.add_argument("--pairs", action="store_true", help="no triples; with --having, or a new --method")
     asked = parser.parse_args()
-    if asked.pairs and not asked.having:
+    parts = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    has_triples = asked.method is None or any(len(cell[1]) > 2 for cell in parts[asked.method]["cells"])
+    if asked.pairs and not asked.having and has_triples:
         parser.error("--pairs: triples of all strategies would be lost; give --having")
     if not asked.page:
         torch.set_num_threads(1)
-        parts = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
         for method in [asked.method] if asked.method else METHODS_SHOWN:
             largest = 2 if asked.pairs else LARGEST
             parts[method] = made_of(method, asked.having, parts.get(method), largest)
