@@ -118,6 +118,46 @@ _GLM_4_5_AIR = _mixture(
     use_qk_norm=False,
 )
 
+_MOONLIGHT = _mixture(
+    "deepseek_v3",
+    163840,
+    2048,
+    11264,
+    27,
+    16,
+    16,
+    8192,
+    q_lora_rank=None,
+    moe_intermediate_size=1408,
+    n_shared_experts=2,
+    n_routed_experts=64,
+    num_experts_per_tok=6,
+    first_k_dense_replace=1,
+    **_LATENT,
+)
+_KIMI_K2 = _DEEPSEEK_V3 | {
+    "vocab_size": 163840,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "max_position_embeddings": 131072,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+}
+_GLM_4_5 = _GLM_4_5_AIR | {
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 92,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "first_k_dense_replace": 3,
+    "use_qk_norm": True,
+}
+
+
+def _qwen2(width: int, mlp: int, layers: int, heads: int, kv: int, **more: Any) -> dict[str, Any]:
+    return _mixture("qwen2_moe", 151936, width, mlp, layers, heads, kv, 32768, **more)
+
+
 MIXTURES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-30b-a3b": _QWEN3_30B,
     "qwen3-30b-a3b-thinking-2507": _QWEN3_30B,
@@ -133,7 +173,35 @@ MIXTURES: Mapping[str, Mapping[str, Any]] = {
     "deepseek-v3": _DEEPSEEK_V3,
     "deepseek-r1": _DEEPSEEK_V3,
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
+    "deepseek-coder-v2-lite": _DEEPSEEK_V2_LITE,
+    "deepseek-v3.1": _DEEPSEEK_V3,
+    "moonlight-16b-a3b": _MOONLIGHT,
+    "kimi-k2": _KIMI_K2,
     "glm-4.5-air": _GLM_4_5_AIR,
+    "glm-4.5": _GLM_4_5,
+    "glm-4.6": _GLM_4_5,
+    "qwen1.5-moe-a2.7b": _qwen2(
+        2048,
+        5632,
+        24,
+        16,
+        16,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        num_experts=60,
+        num_experts_per_tok=4,
+    ),
+    "qwen2-57b-a14b": _qwen2(
+        3584,
+        18944,
+        28,
+        28,
+        4,
+        moe_intermediate_size=2560,
+        shared_expert_intermediate_size=20480,
+        num_experts=64,
+        num_experts_per_tok=8,
+    ),
     "olmoe-1b-7b-0924": _mixture(
         "olmoe", 50304, 2048, 1024, 16, 16, 16, 4096, num_experts=64, num_experts_per_tok=8
     ),
