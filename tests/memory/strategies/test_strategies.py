@@ -189,6 +189,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("streamed_layers", {"slice_tokens": 64, "attention": "flex"}),
     ("streamed_layers", {"slice_tokens": 64, "context_parallel": 2}),
     ("streamed_layers", {"slice_tokens": 64, "compiled": True}),
+    ("streamed_layers", {"slice_tokens": 64, "router_replay": True}),
     ("streamed_layers", {"slice_tokens": 64, "quantize": "8bit"}),
     ("streamed_layers", {"slice_tokens": 64, "router_aux_loss_coef": 0.01}),
     ("streamed_layers", {"slice_tokens": 64, "engine": "zero3", "num_processes": 2}),
