@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from memtrain.trainers.model.loading import save
 from memtrain.trainers.online.rewards.answer import Answer, RowPrompt
 from memtrain.trainers.online.rewards.models import load_reward_model
 from memtrain.trainers.online.rewards.reading import read_reading
+from memtrain.trainers.tools import score as tools
 from memtrain.trainers.tools.merge import merge_run
 
 RECIPE = """
@@ -77,6 +79,32 @@ def test_a_reward_is_what_transformers_gives_the_whole_text(model: str, folder: 
         with torch.no_grad():
             reward = plain(input_ids=ids).logits.item()
         assert line["reward"] == pytest.approx(reward, abs=1e-5)
+
+
+@pytest.mark.parametrize("has_adapter", [False, True], ids=["full", "adapter"])
+def test_layers_that_are_read_when_they_are_called_give_the_same_rewards(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, has_adapter: bool
+):
+    """To the bit; between two calls a layer has no data."""
+    rows = folder / "few.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
+    base = trained(folder, "reward", name="base")
+    adapted = ("model.config=null", f"model.path={base}", *LORA)
+    model = trained(folder, "reward", *adapted, name="adapted") if has_adapter else base
+    made: list[Any] = []
+    plain = tools.read_layers_when_called
+    monkeypatch.setattr(
+        tools, "read_layers_when_called", lambda *given: (made.append(given[0]), plain(*given))
+    )
+    words = ["cluster.threads=1", f"data.cache_dir={folder}/cache"]
+    for name in ("off", "on"):
+        score(model, str(rows), [*words, f"memory.weights_offload={name}"], folder / f"{name}.jsonl")
+    assert (folder / "on.jsonl").read_text() == (folder / "off.jsonl").read_text()
+    (scorer,) = made
+    layers = [weight.is_meta for name, weight in scorer.named_parameters() if "layers." in name]
+    others = [weight.is_meta for name, weight in scorer.named_parameters() if "layers." not in name]
+    assert sum(layers) >= 2 * 9
+    assert not any(others)
 
 
 def padding_with_end(folder: Path, *, keeps_spare: bool) -> str:

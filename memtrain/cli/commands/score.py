@@ -30,6 +30,7 @@ def score(
     """Write the reward of every answer; for pairs, say how often the chosen one is preferred.
 
     Keys of a recipe may follow as `section.key=value` (data.columns, length.max_length, cluster.device, ...).
+    With `memory.weights_offload=on` layers are read from their files whenever they are called, one at a time.
     """
     from memtrain.cli.output.previous_notes import print_renamed
     from memtrain.cli.plan.make_plan import model_config

@@ -14,6 +14,7 @@ from memtrain.memory.rules.batching import COMFORTABLE_TOKENS
 from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe, decide_attention, decide_dtype
 from memtrain.memory.rules.precision import WITHOUT_COPIES
 from memtrain.memory.rules.reference_model import decide_shared_prompts
+from memtrain.memory.rules.weights_offload import is_asked, moved
 
 ROWS_AT_ONCE = 8
 """Rows of a batch where rows are padded. Taste."""
@@ -35,7 +36,7 @@ def scoring_settings(asked: SourcedRecipe, hardware: Hardware, config: Mapping[s
     ledger.raise_refusals()
     assert attention is not None, "A refusal was not noted."
     threads = recipe.cluster.threads
-    return Settings.model_validate(
+    settings = Settings.model_validate(
         {
             "device": hardware.device,
             "num_processes": 1,
@@ -63,3 +64,4 @@ def scoring_settings(asked: SourcedRecipe, hardware: Hardware, config: Mapping[s
             "expandable_segments": True,
         }
     )
+    return moved(settings) if is_asked(asked) else settings

@@ -22,7 +22,9 @@ from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.model.attention.isolation_check import verify_isolation
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.loading.adapters import load_adapter
+from memtrain.trainers.model.loading.layers_of_files import read_layers_when_called, without_data
 from memtrain.trainers.model.loading.load import load_model, local_device
+from memtrain.trainers.model.loading.sharded_init import Kept, NeedsWhole
 
 SCORE = "score"
 """The name under which `METHOD_FORMATS` lists the formats to score: pairs, and single answers."""
@@ -50,7 +52,7 @@ def rewards_of(
     store = made.store
     rows = SplitRows(store, np.arange(store.num_rows), settings, _pad_id(tokenizer))
     feed = AnswerFeed(rows)
-    scorer = _scorer(recipe, settings, len(tokenizer), adapter)
+    scorer = _scorer(recipe, settings, len(tokenizer), adapter, emit)
     order = np.argsort(-feed.tokens, kind="stable")
     dealt = micro_batches(
         order,
@@ -100,18 +102,13 @@ def _pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
     return pad if isinstance(pad, int) else 0
 
 
-def _scorer(recipe: Recipe, settings: Settings, vocab_size: int, adapter: str | None) -> RewardScorer:
+def _scorer(
+    recipe: Recipe, settings: Settings, vocab_size: int, adapter: str | None, emit: Callable[[str], object]
+) -> RewardScorer:
     torch.set_num_threads(settings.threads)
-    model: PreTrainedModel | PeftModel = load_model(
-        recipe.model,
-        settings,
-        seed=recipe.train.seed,
-        vocab_size=vocab_size,
-        head="score",
-        is_new=adapter is not None,
-    )
-    if adapter is not None:
-        model = load_adapter(model, adapter)
+    model, kept = _model(recipe, settings, vocab_size, adapter, emit)
+    if kept is not None:
+        read_layers_when_called(model, kept, local_device(settings))
     if settings.padding_free:
         backend = AttentionBackend(settings.attention)
         longest = settings.max_length
@@ -119,3 +116,28 @@ def _scorer(recipe: Recipe, settings: Settings, vocab_size: int, adapter: str | 
             model, backend, shared_prompts=settings.shared_prompts, longest=longest, together=longest
         )
     return RewardScorer(model).eval()
+
+
+def _model(
+    recipe: Recipe, settings: Settings, vocab_size: int, adapter: str | None, emit: Callable[[str], object]
+) -> tuple[PreTrainedModel | PeftModel, dict[str, Kept] | None]:
+    """The model; without data, and where its numbers are, where its weights live elsewhere."""
+
+    def loaded() -> PreTrainedModel:
+        """The model without its adapter."""
+        return load_model(
+            recipe.model,
+            settings,
+            seed=recipe.train.seed,
+            vocab_size=vocab_size,
+            head="score",
+            is_new=adapter is not None,
+        )
+
+    kept = None
+    try:
+        model, kept = without_data(loaded) if settings.weights_offload else (loaded(), None)
+    except NeedsWhole as error:
+        emit(f"is scored by a model that memory holds whole: {error}")
+        model = loaded()
+    return (model if adapter is None else load_adapter(model, adapter)), kept
