@@ -1,6 +1,7 @@
 """Fused kernels on a GPU: torch's operators round as transformers' modules do."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,3 +36,13 @@ def test_fused_kernels_keep_the_loss(plan_of: Callable[..., Plan], steps_of: Cal
     forms = ("model.kernels=transformers", "model.kernels=fused")
     plain, fused = (steps_of(plan_of("sft", form)) for form in forms)
     assert fused.losses == pytest.approx(plain.losses, rel=2e-2)
+
+
+def test_triton_tiles_keep_the_loss(plan_of: Callable[..., Plan], steps_of: Callable, cuda: torch.device):
+    forms = ("torch", "triton")
+    plans = [plan_of("sft", "memory.loss=chunked", "model.liger=off", dtype="float32") for _ in forms]
+    plain, fused = (
+        steps_of(replace(plan, settings=plan.settings.model_copy(update={"loss_kernel": form})))
+        for plan, form in zip(plans, forms, strict=True)
+    )
+    assert fused.losses == pytest.approx(plain.losses, rel=1e-5)

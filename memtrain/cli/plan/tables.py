@@ -23,7 +23,10 @@ from memtrain.recipes.reading.shipped import configs_dir
 from memtrain.trainers.data.length_report.format import count_of
 from memtrain.trainers.tools.trace.client import Traced
 
-QUIET = ("device", "max_steps", "oom_recovery", "preflight", "liger", "kernels", "budget", "num_processes")
+QUIET = (
+    "device", "max_steps", "oom_recovery", "preflight", "liger", "kernels", "loss_kernel", "budget",
+    "num_processes",
+)  # fmt: skip
 """Decisions that a plan tells in its first lines, or only with --explain."""
 
 

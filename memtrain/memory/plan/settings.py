@@ -76,6 +76,8 @@ class Settings(Section):
     """Liger kernels for norms, SwiGLU and RoPE."""
     kernels: Annotated[Literal["transformers", "fused"], Mark("sums")] = "transformers"
     """Norms, SwiGLU and RoPE as transformers computes them, or in few kernels."""
+    loss_kernel: Annotated[Literal["torch", "triton"], Mark("sums")] = "torch"
+    """Kernels of a tile of the chunked loss."""
     compiled: Annotated[bool, Mark("sums")] = False
     """Decoder layers are compiled, each by itself."""
     adapter: Annotated[Adapter | None, Mark("recipe")]

@@ -10,16 +10,42 @@ from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.rules.ledger import DecisionLog
 
 SILU = ("silu", "swish")
+PATH = "model.kernels"
+TRITON_FROM = (7, 0)
 COMPILED = "compiled layers have kernels of their own"
 
 
 def decide_kernels(
     ledger: DecisionLog, hardware: Hardware, shape: ModelShape, config: Mapping[str, Any]
 ) -> dict[str, object]:
-    """Settings `liger` and `kernels`. Refused: fused kernels beside Liger's, or of a family without them."""
+    """Settings `liger`, `kernels` and `loss_kernel`.
+
+    Refused: fused kernels beside Liger's, or of a family without them.
+    """
     why_not = _why_not(shape, config)
     uses_liger = _uses_liger(ledger, hardware, has_fused=not why_not)
-    return {"liger": uses_liger, "kernels": _kernels(ledger, hardware, why_not, uses_liger)}
+    kernels = _kernels(ledger, hardware, why_not, uses_liger)
+    return {"liger": uses_liger, "kernels": kernels, "loss_kernel": _loss_kernel(ledger, hardware, shape)}
+
+
+def _loss_kernel(ledger: DecisionLog, hardware: Hardware, shape: ModelShape) -> str:
+    """Kernels for the tiles of the chunked loss; reported on CUDA, where there is a choice."""
+    if hardware.device != "cuda":
+        return "torch"
+    if ledger.asked.recipe.model.kernels == "transformers":
+        ledger.decide("loss_kernel", "torch", "", PATH)
+        return "torch"
+    chosen, reason = "torch", ""
+    if not ledger.has("triton"):
+        reason = "triton is not installed"
+    elif (hardware.compute_capability or (0, 0)) < TRITON_FROM:
+        reason = "triton needs compute capability 7.0"
+    elif shape.logit_softcap:
+        reason = "the model's logits are bent (final_logit_softcapping)"
+    else:
+        chosen, reason = "triton", "a tile of logits is read twice and written once"
+    ledger.decide("loss_kernel", chosen, reason)
+    return chosen
 
 
 def _uses_liger(ledger: DecisionLog, hardware: Hardware, *, has_fused: bool) -> bool:

@@ -48,6 +48,7 @@ UNNAMED: Updates = {
     "attention": "transformers",
     "liger": False,
     "kernels": "transformers",
+    "loss_kernel": "torch",
     "compiled": False,
     "pad_to_multiple_of": None,
     "shard_offload": "none",

@@ -151,7 +151,8 @@ class Model(Section):
     kernels: Literal["auto", "fused", "transformers"] = "auto"
     """RMSNorm, SwiGLU and RoPE in few kernels that keep less memory, or transformers' own code. The loss is
     the same but for the order of sums in a norm, also in bfloat16; gradients are rounded less often. `auto`:
-    `fused` on CUDA without Liger, where the model's family has them."""
+    `fused` on CUDA without Liger, where the model's family has them. But for `transformers`, tiles of the
+    chunked loss have Triton kernels where Triton is installed: the torch form's numbers to rounding."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile every decoder layer by itself (torch.compile): fewer, larger kernels, after a minute or more of
     compiling. Numbers differ by what is rounded in between. `auto`: off, as it was not measured on a GPU."""

@@ -1,5 +1,6 @@
 """The choice of kernels: fused on CUDA where the family has them, unless Liger's are there."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -58,8 +59,25 @@ def _decided(monkeypatch, model_type="qwen3", hardware=GPU, presumed=(), here=()
 )
 def test_kernels_follow_device_family_and_liger(decided, changes, liger, kernels, reason):
     found, told, refusals = decided(**changes)
-    assert found == {"liger": liger, "kernels": kernels}
+    assert found == {"liger": liger, "kernels": kernels, "loss_kernel": "torch"}
     assert reason in told
+    assert not refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({"here": ("triton",)}, "triton"),
+        ({"here": ("triton", "liger_kernel")}, "triton"),
+        ({"here": ("triton",), "hardware": CPU}, "torch"),
+        ({"here": ("triton",), "kernels": "transformers"}, "torch"),
+        ({"here": ("triton",), "config": {"final_logit_softcapping": 30.0}}, "torch"),
+        ({"here": ("triton",), "hardware": replace(GPU, compute_capability=(6, 0))}, "torch"),
+    ],
+)
+def test_the_loss_has_tritons_kernels_where_triton_runs(decided, changes, kernel):
+    found, _, refusals = decided(**changes)
+    assert found["loss_kernel"] == kernel
     assert not refusals
 
 

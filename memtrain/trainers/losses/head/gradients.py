@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memtrain.memory.estimate.loss_tiles import tile_columns
+from memtrain.trainers.losses.head.fused_tiles import fused_gradient_, is_fused
 from memtrain.trainers.losses.head.products import Products
 from memtrain.trainers.losses.head.spans import spans
 from memtrain.trainers.losses.head.tiles import (
@@ -181,6 +182,10 @@ def _gradient_tile(
     rows = operands._replace(hidden=tuple(x[low:high] for x in operands.hidden))
     part = tokens.rows(low, high)
     head_outputs_(tile_TK, rows, products)
+    if is_fused(tile_TK, rule):
+        return fused_gradient_(
+            tile_TK, part.targets_N, part.log_z_N, part.entropy_N, part.coefficients, rule, first_column
+        )
     slope_TK = bend_(tile_TK, rule, want_slope=True)
     grad_TK = gradient_of_logits_(tile_TK, part.log_z_N, part.entropy_N, part.coefficients)
     return finish_gradient_(grad_TK, part.coefficients, part.targets_N, slope_TK, rule, first_column)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from memtrain.trainers.losses.head.fused_tiles import fused_gradient_, fused_scores, is_fused
 from memtrain.trainers.losses.head.gradients import HeadGradients, Needs
 from memtrain.trainers.losses.head.linear_recompute import scores_by_tokens
 from memtrain.trainers.losses.head.spans import spans
@@ -162,6 +163,10 @@ def _gradient_of_tile_(
     tile_TV: Tensor, targets_T: Tensor, weights_T: Tensor, options: ScoreOptions, terms: NllOptions
 ) -> tuple[TileScores, Tensor]:
     """The scores of a tile of head outputs (overwritten), and the loss's gradient with respect to it."""
+    if is_fused(tile_TV, options.rule):
+        scores = fused_scores(tile_TV, targets_T, options)
+        part = nll_coefficients(scores.log_z_T, weights_T, terms, tile_TV.shape[1])
+        return scores, fused_gradient_(tile_TV, targets_T, scores.log_z_T, None, part, options.rule)
     slope_TV = bend_(tile_TV, options.rule, want_slope=True)
     scores, exp_TV, sums_T = score_(tile_TV, targets_T, options)
     part = nll_coefficients(scores.log_z_T, weights_T, terms, tile_TV.shape[1])

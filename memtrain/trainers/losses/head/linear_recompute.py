@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from memtrain.trainers.losses.head.fused_tiles import fused_scores, is_fused
 from memtrain.trainers.losses.head.gradients import (
     Needs,
     ScoredTokens,
@@ -46,8 +47,11 @@ def scores_by_tokens(operands: Operands, targets_N: Tensor, options: ScoreOption
         head_outputs_(
             tile_TV, operands._replace(hidden=tuple(x[low:high] for x in operands.hidden)), products
         )
-        bend_(tile_TV, rule, want_slope=False)
-        scores = score_(tile_TV, targets_N[low:high], options)[0]
+        if is_fused(tile_TV, rule):
+            scores = fused_scores(tile_TV, targets_N[low:high], options)
+        else:
+            bend_(tile_TV, rule, want_slope=False)
+            scores = score_(tile_TV, targets_N[low:high], options)[0]
         put_scores(all_scores, scores, low, high)
     return all_scores
 

@@ -32,10 +32,12 @@ class HeadForm(NamedTuple):
     scale: float = 1.0
     is_liger: bool = False
     """NLL by Liger's kernel; log-probs are in tiles of ours all the same."""
+    kernel: str = "torch"
+    """Kernels of a tile, as `Settings.loss_kernel`."""
 
     def rule(self, temperature: float = 1.0) -> LogitRule:
         """Rule by which head outputs become logits at a temperature."""
-        return LogitRule(self.scale, self.softcap, temperature, self.tile_bytes)
+        return LogitRule(self.scale, self.softcap, temperature, self.tile_bytes, self.kernel)
 
 
 class Request(Protocol):

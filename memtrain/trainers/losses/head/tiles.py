@@ -27,6 +27,8 @@ class LogitRule:
     softcap: float | None = None
     temperature: float = 1.0
     tile_bytes: int = TILE_BYTES
+    kernel: str = "torch"
+    """Kernels of a tile, as `Settings.loss_kernel`."""
 
     @property
     def slope(self) -> float:

@@ -9,13 +9,22 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.losses.head.fused_tiles import check_kernels
 from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 
 
 def scorer_of(model: PreTrainedModel | PeftModel, head: str, settings: Settings) -> Scorer | RewardScorer:
-    """The scorer around `model`: of answers where its head is `score`, else of tokens."""
-    return RewardScorer(model) if head == "score" else Scorer(model, **loss_form(settings))
+    """The scorer around `model`: of answers where its head is `score`, else of tokens.
+
+    Raises: LaunchError where the plan takes kernels for the loss that do not run here.
+    """
+    if head == "score":
+        return RewardScorer(model)
+    device = next(model.parameters()).device
+    if settings.loss_kernel == "triton" and device.type == "cuda":
+        check_kernels(device)
+    return Scorer(model, **loss_form(settings))
 
 
 def configure_loss(scorer: nn.Module, settings: Settings) -> None:
@@ -30,4 +39,5 @@ def loss_form(settings: Settings) -> dict[str, Any]:
         "is_chunked": settings.loss != "full",
         "is_liger": settings.loss == "liger",
         "tile_bytes": settings.loss_tile_bytes,
+        "kernel": settings.loss_kernel,
     }

@@ -1,0 +1,102 @@
+"""Triton's kernels of a tile give the torch form's scores and gradients, run by Triton's interpreter.
+
+    TRITON_INTERPRET=1 python -m pytest tests/trainers/losses/head/test_fused_tiles.py
+
+Whether kernels are interpreted is settled when triton is first imported, so the variable is set beforehand.
+"""
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memtrain.trainers.losses.head import fused_tiles, gradients, linear_nll, linear_recompute
+from memtrain.trainers.losses.head.linear import LogprobOptions, linear_logprob
+from memtrain.trainers.losses.head.linear import linear_nll as nll
+from memtrain.trainers.losses.head.linear_nll import NllOptions
+from memtrain.trainers.losses.head.tiles import LogitRule
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs triton (pip install triton) and TRITON_INTERPRET=1 from the start",
+)
+COLUMNS = 70
+"""Several blocks of 32 columns and a part of one."""
+
+
+@pytest.fixture(autouse=True)
+def in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run on the CPU, in blocks of 32 columns, wherever the rule asks for them."""
+    from memtrain.trainers.losses.head import triton_tiles
+
+    monkeypatch.setattr(triton_tiles, "BLOCK", 32)
+    for module in (linear_nll, linear_recompute, gradients):
+        monkeypatch.setattr(module, "is_fused", lambda tile, rule: rule.kernel == "triton")
+
+
+def operands(scale: float = 1.0) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(9, 12, generator=generator) * scale
+    weight = torch.randn(COLUMNS, 12, generator=generator)
+    bias = torch.randn(COLUMNS, generator=generator)
+    targets = torch.randint(0, COLUMNS, (9,), generator=generator)
+    for one in (hidden, weight, bias):
+        one.requires_grad_()
+    return [(hidden, weight)], bias, targets
+
+
+def outcome(kernel: str, form: str, **rule: Any) -> list[Tensor]:
+    """Loss, statistics and gradients of a head in tiles of two tokens."""
+    pairs, bias, targets = operands(20.0 if form == "large logits" else 1.0)
+    asked = LogitRule(tile_bytes=2 * 4 * COLUMNS * 2, kernel=kernel, **rule)
+    weights = torch.linspace(0.1, 1.0, 9)
+    if form == "log-probs":
+        found = linear_logprob(pairs, targets, asked, LogprobOptions(True, True), bias=bias)
+        assert found.entropy_N is not None
+        assert found.log_sum_squares_N is not None
+        loss = (found.logp_N * weights).sum() + (found.entropy_N.square() * weights).sum()
+        told = [found.logp_N, found.entropy_N, found.log_sum_squares_N]
+    else:
+        options = NllOptions(label_smoothing=0.1, z_loss=0.01, want_stats=True)
+        result = nll(pairs, targets, weights, asked, options, bias=bias)
+        loss, told = result.loss, [result.logp_N, result.entropy_N, result.correct_N]
+    loss.backward()
+    grads = [pairs[0][0].grad, pairs[0][1].grad, bias.grad]
+    return [one.detach().float() for one in (loss, *told, *grads) if one is not None]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("rule", [{}, {"scale": 0.5, "temperature": 0.7}])
+@pytest.mark.parametrize("form", ["nll", "large logits", "log-probs"])
+def test_the_kernels_are_the_torch_form_to_rounding(form: str, rule: dict[str, float]):
+    plain, fused = (outcome(kernel, form, **rule) for kernel in ("torch", "triton"))
+    assert len(plain) == len(fused) == 7
+    # log Z of some 200 has steps of 1.5e-5, and probabilities are exp(z - log Z): as where torch recomputes.
+    bound = 1e-5 if form == "large logits" else 2e-6
+    for one, other in zip(plain, fused, strict=True):
+        assert (one - other).norm() <= bound * one.norm(), "sums in another order"
+
+
+def test_the_gradient_of_some_columns_is_those_columns_of_the_whole():
+    """Weights in half precision have their gradients made by columns."""
+    generator = torch.Generator().manual_seed(1)
+    tile = torch.randn(3, COLUMNS, generator=generator)
+    targets = torch.tensor([0, 41, 69])
+    rule = LogitRule(kernel="triton")
+    log_z = tile.logsumexp(-1)
+    factors = fused_tiles.Coefficients(torch.rand(3), -torch.rand(3), None, None)
+    given = (targets, log_z, None, factors, rule)
+    whole = fused_tiles.fused_gradient_(tile.clone(), *given)
+    part = fused_tiles.fused_gradient_(tile.clone()[:, 40:], *given, 40)
+    assert torch.equal(part, whole[:, 40:])
+
+
+def test_a_kernel_that_is_wrong_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch):
+    fused_tiles.check_kernels(torch.device("cpu"))
+    real = fused_tiles.fused_gradient_
+    monkeypatch.setattr(fused_tiles, "fused_gradient_", lambda *given: real(*given).mul_(1.001))
+    with pytest.raises(fused_tiles.LaunchError, match="off by"):
+        fused_tiles.check_kernels(torch.device("cpu"))
