@@ -8,6 +8,7 @@ import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -30,6 +31,9 @@ IMPORT_IN_TEXT = re.compile(r"from (memtrain(?:\.\w+)*) import ([\w, ]+)")
 SOURCE_PATH = re.compile(r"(?<![\w/.-])memtrain/(?:[\w-]+/)*[\w-]+\.(?:py|j2)\b")
 OWN_INTERPRETER = ("memtrain.trainers.online.vllm.worker",)
 """Run by an interpreter that has vLLM; tests/trainers/online/vllm/test_sampler.py runs it."""
+
+NEEDS_TRITON = () if find_spec("triton") else ("memtrain.trainers.losses.head.triton_tiles",)
+"""Imported once a plan has found triton; tests/trainers/losses/head/test_fused_tiles.py runs it there."""
 
 ATTENDING = [str(one) for one in AttentionBackend if one is not AttentionBackend.TRANSFORMERS]
 FILLED_IN: dict[str, list[str]] = {
@@ -89,7 +93,7 @@ def named(dotted: str) -> object:
 def missing(names: list[tuple[str, str]]) -> list[str]:
     """`place: why` of the dotted names that lead nowhere."""
     faults: dict[str, str] = {}
-    for name in {name for _, name in names}:
+    for name in {name for _, name in names if not name.startswith(NEEDS_TRITON)}:
         try:
             named(name)
         except (ImportError, AttributeError) as error:
