@@ -99,7 +99,10 @@ def test_rows_of_methods_are_kept_in_order_and_shown_with_the_losing_ones(script
         ("25M", "sft"),
     ]
     shown = page.methods_vs_trl(kept)
-    assert "| 0.9M | dpo | 10 | 20 | 1.00 s | 0.50 s | 0.50 (0.40-0.60) | 0.50 (0.50-0.50) |" in shown[2]
+    assert "| 0.9M | dpo (made up) | 1.00 s | 0.50 s | 0.50 (0.40-0.60) | not measured | 0.50 " in shown[2]
+    methods.keep(out, {"case": "dpo", "model": "0.9M", "rows": "GSM8K", "ratio_compacting": ratio} | row)
+    shown = page.methods_vs_trl(json.loads(out.read_text()))
+    assert "| 0.9M | dpo (GSM8K) | 1.00 s | 0.50 s | 0.50 (0.40-0.60) | 0.50 (0.40-0.60) |" in shown[2]
 
 
 def test_made_up_completions_depend_on_the_prompt_and_their_number_only(script: Any):
@@ -119,7 +122,7 @@ def test_our_side_of_the_comparison_learns_from_completions_that_are_made_up(
     sides, methods = script("method_sides"), script("methods_vs_trl")
     monkeypatch.setattr(training_step, "update", training_step.update)
     monkeypatch.setattr(online.OnlineSteps, "written", online.OnlineSteps.written)
-    job = methods.job_of("grpo, same completions", "0.9M", tmp_path)
+    job = methods.job_of("grpo, same completions", "0.9M", tmp_path, 0, None)
     told = sides.run_memtrain(job | {"model": "builtin:tiny", "steps": 1, "folder": str(tmp_path)})
     assert len(told["losses"]) == len(told["cpu_s"]) == 1
     most = job["batch_size"] * job["max_tokens"]
