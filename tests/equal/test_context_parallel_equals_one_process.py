@@ -37,6 +37,7 @@ from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.context_parallel.groups import make_context
 from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.reward_head import RewardScorer
+from memtrain.trainers.model.streamed.apply import stream_layers
 from memtrain.trainers.reference.answer_logps import answer_logps
 from memtrain.trainers.reference.reference import FrozenReference
 
@@ -109,6 +110,8 @@ class Case:
     is_checkpointed: bool = False
     is_chunked: bool = True
     is_reward: bool = False
+    slice_tokens: int = 0
+    """Of the ranks' layers; one process has none."""
 
 
 packed = partial(lambda: lay_end_to_end(pieces(DOCUMENTS), pad_id=0, multiple=MULTIPLE))
@@ -156,6 +159,14 @@ CASES = {
         lambda reference: Reward(RewardRecipe(center_rewards_coefficient=0.01)),
         is_reward=True,
     ),
+    "in slices, llama, packed": Case(llama, packed, slice_tokens=7),
+    "in slices, qwen3, one document": Case(qwen3, one_long, slice_tokens=16),
+    "in slices, llama, padded": Case(llama, padded, slice_tokens=10),
+    "in slices, documents that cross no border": Case(llama, short, slice_tokens=5),
+    "in slices, lora": Case(adapted, packed, slice_tokens=7),
+    "in slices, dpo, shared prompts": Case(
+        qwen3, partial(pairs, is_shared=True, is_flat=True), dpo, slice_tokens=9
+    ),
 }
 
 
@@ -168,6 +179,8 @@ def scorer_of(case: Case, context: Any, **changed: Any) -> nn.Module:
         set_attention(
             model.get_base_model() if hasattr(model, "get_base_model") else model, AttentionBackend.TORCH_CPU
         )
+    if context is not None and not context.by_heads:
+        stream_layers(model, case.slice_tokens)
     scorer: Any = RewardScorer(model) if case.is_reward else Scorer(model, is_chunked=case.is_chunked)
     scorer.context = context
     return scorer

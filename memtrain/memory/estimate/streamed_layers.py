@@ -18,6 +18,7 @@ from memtrain.memory.estimate.activations import (
     whole_scores,
     windows_backward,
 )
+from memtrain.memory.estimate.context_parallel import num_gathered_kv
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload, once
 
 KEYS = "keys and values"
@@ -34,7 +35,8 @@ precision to a float32 sum: 18 MiB for an 8B model's largest map, and products l
 def slice_of(load: Workload) -> Workload:
     """The load of one slice: as many tokens, all scored, in one row."""
     n = min(load.settings.slice_tokens, load.N)
-    whole = load.settings.model_copy(update={"pad_to_multiple_of": None, "slice_tokens": 0})
+    alone = {"pad_to_multiple_of": None, "slice_tokens": 0, "context_parallel": 1}
+    whole = load.settings.model_copy(update=alone)
     return replace(load, settings=whole, batch=HeaviestBatch(1, n, n, n, load.batch.asks))
 
 
@@ -42,16 +44,20 @@ def streamed_backward(load: Workload) -> dict[str, int]:
     """Most that one layer holds in its backward pass beside its input, by owner.
 
     a*N*W for the gradient of the output (that of the input takes the place of the input); 2*a*N*K for keys
-    and values, 2*4*N*K for their gradients, which are summed in float32; and of one slice what a layer holds
+    and values, 2*4*N*K for their gradients, which are summed in float32 (of the M tokens too that ranks of
+    context parallelism gather); and of one slice what a layer holds
     in its backward pass (`_slice_backward`). Gradients of weights are summed over the slices in float32.
 
     Source: derived from trainers/model/streamed; held against traces by
     tests/trainers/tools/trace/test_trace.py.
     """
     part, a, N = slice_of(load), load.a, load.N  # noqa: N806
-    keys = 2 * N * load.shape.kv_width * (a + max(4, a))
+    gathered = num_gathered_kv(load)
+    keys = 2 * (N + gathered) * load.shape.kv_width * (a + max(4, a))
     inner, kernel = _slice_backward(part, load)
-    return {ROW: layer_boundary(load), KEYS: keys, "recomputation": inner + _sums(load), SCRATCH: kernel}
+    # The input's gradient waits for that of keys, to which other ranks add.
+    rows = layer_boundary(load) * (2 if gathered else 1)
+    return {ROW: rows, KEYS: keys, "recomputation": inner + _sums(load), SCRATCH: kernel}
 
 
 def _slice_backward(part: Workload, load: Workload) -> tuple[int, int]:
@@ -127,7 +133,7 @@ def forward_of_layer(load: Workload) -> int:
     row, and a slice. The embeddings stay until the last layer: the model's own forward pass holds them."""
     if not load.settings.slice_tokens:
         return layer_forward(load)
-    rows = 3 * layer_boundary(load) + 2 * load.a * load.N * load.shape.kv_width
+    rows = 3 * layer_boundary(load) + 2 * load.a * (load.N + num_gathered_kv(load)) * load.shape.kv_width
     return rows + layer_forward(slice_of(load))
 
 

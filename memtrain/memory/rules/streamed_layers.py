@@ -23,6 +23,8 @@ OF_ALL_TOKENS = (
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2")
 """Engines that slices run under: whole weights, or layers gathered once for all their slices."""
 
+BY_HEADS = "heads are dealt out for whole rows, and a slice has not the tokens of the other processes"
+
 BY_MODULE = (
     "ZeRO-3 gathers weights and cuts up gradients module by module, in each module's own passes: a layer in "
     "slices would be gathered for each of them, and its gradients cut up before they are summed"
@@ -53,12 +55,11 @@ def refuse_streaming(
     mixed = mixing_layers(config)
     if mixed is not None:
         ledger.refuse(f"streamed layers: {mixed}", PATH, "remove it for this model")
-    if recipe.cluster.sharing > 1:
+    if recipe.cluster.sharing > 1 and recipe.cluster.context_parallel_mode == "ulysses":
         ledger.refuse(
-            "streamed layers with context parallelism: a process holds two pieces of each row, and slices "
-            "of these are untested",
+            f"streamed layers with context parallelism by heads: {BY_HEADS}",
             PATH,
-            "set it to off, or cluster.context_parallel: 1",
+            "set it to off, or cluster.context_parallel_mode: all_gather",
         )
     if recipe.model.quantize == "8bit":
         ledger.refuse(f"streamed layers: {OF_ALL_TOKENS}", PATH, "set it to off, or model.quantize: 4bit")

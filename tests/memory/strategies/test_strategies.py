@@ -149,7 +149,14 @@ def test_wishes_that_contradict_each_other_are_refused_with_the_way_out(
             "rounded by all tokens of a call together",
         ),
         ({"cluster__engine": "zero3", "cluster__processes": 2}, "cuts up gradients module by module"),
-        ({"cluster__context_parallel": 2, "cluster__processes": 2}, "two pieces of each row"),
+        (
+            {
+                "cluster__context_parallel": 2,
+                "cluster__processes": 2,
+                "cluster__context_parallel_mode": "ulysses",
+            },
+            "heads are dealt out for whole rows",
+        ),
     ],
 )
 def test_slices_are_refused_with_the_reason(ask, facts_of, profile_of, said: dict[str, Any], words: str):
@@ -187,7 +194,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("full_offloading", {"offload": "all", "compiled": True}),
     ("full_offloading", {"offload": "all", "slice_tokens": 64}),
     ("streamed_layers", {"slice_tokens": 64, "attention": "flex"}),
-    ("streamed_layers", {"slice_tokens": 64, "context_parallel": 2}),
+    ("streamed_layers", {"slice_tokens": 64, "context_parallel": 2, "context_by": "ulysses"}),
     ("streamed_layers", {"slice_tokens": 64, "compiled": True}),
     ("streamed_layers", {"slice_tokens": 64, "router_replay": True}),
     ("streamed_layers", {"slice_tokens": 64, "quantize": "8bit"}),

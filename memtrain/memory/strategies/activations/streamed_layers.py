@@ -6,7 +6,7 @@ of input and output, keys and values with their gradients. Costs: as much as che
 and values of a layer once more; the shorter the slices the more kernels. Exact: attention takes the keys
 before a slice whole, gradients of keys are summed in float32; dropout draws its numbers by slice. Refused:
 with attention that returns no log-sum-exp, for models whose layers mix tokens outside attention, with 8-bit
-weights, under ZeRO-3, and with context parallelism.
+weights, under ZeRO-3, and with context parallelism by heads.
 
 Source: StreamBP, arXiv:2506.03077; bytes of a layer: memtrain/memory/estimate/streamed_layers.py,
 `streamed_backward`.
@@ -17,7 +17,14 @@ from __future__ import annotations
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.compiled_layers import IN_PARTS
 from memtrain.memory.rules.context_parallel import NOT_SLICED
-from memtrain.memory.rules.streamed_layers import BY_MODULE, ENGINES, OF_ALL_TOKENS, STREAMED, mixing_layers
+from memtrain.memory.rules.streamed_layers import (
+    BY_HEADS,
+    BY_MODULE,
+    ENGINES,
+    OF_ALL_TOKENS,
+    STREAMED,
+    mixing_layers,
+)
 from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
 from memtrain.recipes.recipe import Recipe
 
@@ -76,7 +83,9 @@ STRATEGY = Strategy(
             when=lambda settings: settings.attention not in STREAMED,
         ),
         Conflict(
-            "context_parallel", "a process holds two pieces of each row, and slices of these are untested"
+            "context parallelism by heads",
+            BY_HEADS,
+            when=lambda settings: settings.context_parallel > 1 and settings.context_by == "ulysses",
         ),
         Conflict("compiled layers", IN_PARTS, when=lambda settings: settings.compiled),
         Conflict(

@@ -66,7 +66,7 @@ class SlicedAttention(torch.autograd.Function):
         """`out_THD`, in the query's dtype."""
         out_THD, lse_HT = kernel.forward(query_THD, key_TKD, value_TKD, layout.within, scale)
         if layout.num_gathered_kv:
-            keys_MKD, values_MKD = _gathered(key_TKD, value_TKD, layout)
+            keys_MKD, values_MKD = gathered(key_TKD, value_TKD, layout)
             for queries, keys, part in layout.reaches:
                 there = kernel.forward(query_THD[queries], keys_MKD[keys], values_MKD[keys], part, scale)
                 merge_rows(out_THD, lse_HT, *there, queries)
@@ -86,7 +86,7 @@ class SlicedAttention(torch.autograd.Function):
         )
         if not layout.num_gathered_kv:
             return dq_THD, dk_TKD, dv_TKD, None, None, None
-        keys_MKD, values_MKD = _gathered(key_TKD, value_TKD, layout)
+        keys_MKD, values_MKD = gathered(key_TKD, value_TKD, layout)
         wide = torch.promote_types(key_TKD.dtype, torch.float32)
         dk_MKD = torch.zeros_like(keys_MKD, dtype=wide)
         dv_MKD = torch.zeros_like(values_MKD, dtype=wide)
@@ -105,12 +105,12 @@ class SlicedAttention(torch.autograd.Function):
             dk_MKD[keys] += dk_there
             dv_MKD[keys] += dv_there
         del keys_MKD, values_MKD
-        dk_TKD = _returned(dk_TKD, dk_MKD, layout)
-        dv_TKD = _returned(dv_TKD, dv_MKD, layout)
+        dk_TKD = returned(dk_TKD, dk_MKD, layout)
+        dv_TKD = returned(dv_TKD, dv_MKD, layout)
         return dq_THD, dk_TKD, dv_TKD, None, None, None
 
 
-def _gathered(key_TKD: Tensor, value_TKD: Tensor, layout: SlicedLayout) -> tuple[Tensor, Tensor]:
+def gathered(key_TKD: Tensor, value_TKD: Tensor, layout: SlicedLayout) -> tuple[Tensor, Tensor]:
     """Keys and values of the M tokens that some slice looks back on, in the order of the row."""
     both_CK2D = torch.cat([key_TKD[layout.sent], value_TKD[layout.sent]], -1)
     both_MK2D = layout.ranks.gather(both_CK2D)[layout.order]
@@ -118,7 +118,7 @@ def _gathered(key_TKD: Tensor, value_TKD: Tensor, layout: SlicedLayout) -> tuple
     return both_MK2D[..., :D], both_MK2D[..., D:]
 
 
-def _returned(own_TKD: Tensor, there_MKD: Tensor, layout: SlicedLayout) -> Tensor:
+def returned(own_TKD: Tensor, there_MKD: Tensor, layout: SlicedLayout) -> Tensor:
     """The slice's own gradient, and the sum over all ranks for its tokens, in the dtype of the first."""
     num_rows = layout.ranks.size * len(layout.sent)
     arriving = there_MKD.new_zeros(num_rows, *there_MKD.shape[1:])

@@ -31,7 +31,7 @@ from memtrain.trainers.model.context_parallel.groups import ContextRanks
 CHUNKS_A_RANK = 2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SlicedLayout:
     """Attention pattern for the slice of one rank. Layouts of all ranks are made from the same row.
 

@@ -12,6 +12,7 @@ two_part.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from memtrain.trainers.model.attention.sliced import HOLDS_SCORES, KERNELS
 from memtrain.trainers.model.attention.torch_cpu import TorchCpu
 from memtrain.trainers.model.attention.two_part import Kernel, capped, merge_rows
 from memtrain.trainers.model.attention.windows import Reach
-from memtrain.trainers.model.streamed.layer_keys import KeysKnown, SliceLayout
+from memtrain.trainers.model.streamed.layer_keys import KeysKnown, LayerKeys, SliceLayout
 from memtrain.trainers.model.streamed.wide_products import HALF
 
 
@@ -47,6 +48,9 @@ def attend_streamed(
     layout = layout.under(rule.window)
     part, keys = layout.part, layout.keys
     reaches = part.key_blocks if backend in HOLDS_SCORES else part.reaches
+    if keys.stops and torch.is_grad_enabled():
+        keys.met = key_SKD, value_SKD
+        raise KeysKnown
     if not torch.is_grad_enabled():
         keys.put(slice(part.begin, part.end), key_SKD, value_SKD)
         if keys.stops:
@@ -96,7 +100,8 @@ def _for_parts(kernel: type[Kernel], query_SHD: Tensor, layout: SliceLayout) -> 
 
     Flash kernels give half precision alone, whatever they sum in.
     """
-    if kernel is TorchCpu and layout.part.key_blocks and query_SHD.dtype in HALF:
+    is_cut = layout.part.key_blocks or layout.part.gathered
+    if kernel is TorchCpu and is_cut and query_SHD.dtype in HALF:
         return cast(type[Kernel], _Widened(kernel))
     return kernel
 
@@ -115,12 +120,19 @@ def _attended(
     to."""
     kernel = _for_parts(kernel, query_SHD, layout)
     out_SHD, lse_HS = kernel.forward(query_SHD, key_SKD, value_SKD, layout.part.within, scale)
-    for queries, rows, reach in reaches:
-        there = kernel.forward(query_SHD[queries], *layout.keys.held(rows), reach, scale)
+    for keys, (queries, rows, reach) in _met(layout, reaches):
+        there = kernel.forward(query_SHD[queries], *keys.held(rows), reach, scale)
         merge_rows(out_SHD, lse_HS, *there, queries)
     if sinks_H is not None:
         merge_sinks(out_SHD, lse_HS, sinks_H)
     return out_SHD.to(query_SHD.dtype), lse_HS
+
+
+def _met(layout: SliceLayout, reaches: tuple[Reach, ...]) -> Iterator[tuple[LayerKeys, Reach]]:
+    """Keys outside the slice: of the row or a rank's part of it, and those that ranks gather."""
+    yield from ((layout.keys, reach) for reach in reaches)
+    if layout.keys.there is not None:
+        yield from ((layout.keys.there, reach) for reach in layout.part.gathered)
 
 
 class SliceAttention(torch.autograd.Function):
@@ -170,13 +182,13 @@ class SliceAttention(torch.autograd.Function):
         # A name that outlives its use holds what the next kernel call could take.
         del dk_SKD, dv_SKD
         wide = torch.promote_types(dtype, torch.float32)
-        sum_SHD = dq_SHD.to(wide) if part.key_blocks else dq_SHD
+        sum_SHD = dq_SHD.to(wide) if part.key_blocks or part.gathered else dq_SHD
         del dq_SHD
-        for queries, rows, block in part.key_blocks:
+        for there, (queries, rows, block) in _met(layout, part.key_blocks):
             dq_there, dk_there, dv_there = kernel.backward(
                 grad_SHD[queries],
                 query_SHD[queries],
-                *keys.held(rows),
+                *there.held(rows),
                 out_SHD[queries],
                 lse_HS[:, queries].contiguous(),
                 block,
@@ -184,8 +196,10 @@ class SliceAttention(torch.autograd.Function):
             )
             sum_SHD[queries] += dq_there
             if needs_keys:
-                keys.add_gradients(rows, dk_there, dv_there)
+                there.add_gradients(rows, dk_there, dv_there)
             del dq_there, dk_there, dv_there
-        own_grads = keys.gradients(own, dtype) if needs_keys else (None, None)
+        # Gradients from other ranks come after all slices: own ones wait for them.
+        is_whole = needs_keys and keys.there is None
+        own_grads = keys.gradients(own, dtype) if is_whole else (None, None)
         d_sinks_H = None if sinks_H is None else sinks_gradient(grad_SHD, out_SHD, lse_HS, sinks_H)
         return sum_SHD.to(dtype), *own_grads, d_sinks_H, None, None, None, None

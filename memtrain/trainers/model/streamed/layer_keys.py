@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.model.attention.row_layout import Rows
+from memtrain.trainers.model.attention.sliced import gathered, returned
+from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout
 from memtrain.trainers.model.streamed.row_slices import RowSlice
 
 
@@ -24,7 +26,16 @@ class LayerKeys:
     what hundreds of later slices add to it.
     """
 
-    __slots__ = ("_num_tokens", "_key_TKD", "_value_TKD", "_grad_key_TKD", "_grad_value_TKD", "stops")
+    __slots__ = (
+        "_num_tokens",
+        "_key_TKD",
+        "_value_TKD",
+        "_grad_key_TKD",
+        "_grad_value_TKD",
+        "stops",
+        "there",
+        "met",
+    )
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -34,6 +45,10 @@ class LayerKeys:
         self._grad_value_TKD: Tensor | None = None
         self.stops = False
         """A pass over a slice ends where its keys are known."""
+        self.there: LayerKeys | None = None
+        """Keys that ranks with other parts of the row hold, and gradients for them."""
+        self.met: tuple[Tensor, ...] = ()
+        """Keys and values of the slice at which a pass with gradients ended."""
 
     def put(self, rows: slice, key_SKD: Tensor, value_SKD: Tensor) -> None:
         """Keep a slice's keys and values."""
@@ -60,6 +75,29 @@ class LayerKeys:
             )
         self._grad_key_TKD[rows] += grad_key_SKD
         self._grad_value_TKD[rows] += grad_value_SKD
+
+    def gather(self, layout: SlicedLayout) -> None:
+        """Fetch the keys and values that some rank's queries look back on; called by all ranks together."""
+        if self._key_TKD is None or self._value_TKD is None:
+            return
+        self.there = LayerKeys(len(layout.order))
+        self.there._key_TKD, self.there._value_TKD = gathered(self._key_TKD, self._value_TKD, layout)
+
+    def return_gradients(self, layout: SlicedLayout) -> None:
+        """Add the gradients of all ranks for this rank's keys; called by all ranks together, where each has
+        gradients for its own."""
+        there, self.there = self.there, None
+        if there is None or self._grad_key_TKD is None or self._grad_value_TKD is None:
+            return
+        if there._grad_key_TKD is None or there._grad_value_TKD is None:
+            none = [
+                own.new_zeros(there._num_tokens, *own.shape[1:])
+                for own in (self._grad_key_TKD, self._grad_value_TKD)
+            ]
+            there._grad_key_TKD, there._grad_value_TKD = none
+        there._key_TKD = there._value_TKD = None
+        self._grad_key_TKD = returned(self._grad_key_TKD, there._grad_key_TKD, layout)
+        self._grad_value_TKD = returned(self._grad_value_TKD, there._grad_value_TKD, layout)
 
     def gradients(self, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The sums of some tokens, in `dtype`."""

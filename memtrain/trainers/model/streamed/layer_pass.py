@@ -15,7 +15,7 @@ Source: StreamBP, arXiv:2506.03077; one sweep from the last slice to the first i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.attention.row_layout import Layout
+from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout
 from memtrain.trainers.model.streamed.layer_keys import KeysKnown, LayerKeys, SliceLayout
 from memtrain.trainers.model.streamed.layer_weights import Turn
-from memtrain.trainers.model.streamed.random_state import drops, random_states, restored
+from memtrain.trainers.model.streamed.random_state import drops, own_states, random_states, restored
 from memtrain.trainers.model.streamed.row_pass import RowPass
 from memtrain.trainers.model.streamed.row_slices import RowSlice
 from memtrain.trainers.model.streamed.weight_sums import WeightSums, trained_weights
@@ -66,12 +67,34 @@ class LayerPass:
                 self._note_state(x_BTW)
                 return self._output_whole(x_BTW)
             keys = LayerKeys(x_BTW.shape[1])
+            if self.shared is not None:
+                return self._forward_shared(x_BTW, keys, self.shared)
             if len(self.slices) == 1:
                 self._note_state(x_BTW)
                 return self._output(x_BTW, self.slices[0], keys)
             y_BTW = torch.empty_like(x_BTW)
             for part in self.slices:
                 self._note_state(x_BTW)
+                y_BTW[:, part.begin : part.end] = self._output(x_BTW, part, keys)
+        return y_BTW
+
+    @property
+    def shared(self) -> SlicedLayout | None:
+        """The layout of a rank's part of a row, some of whose keys other ranks hold."""
+        found = (one for one in self.arguments.values() if isinstance(one, SlicedLayout))
+        layout = next(found, None)
+        return layout if layout is not None and layout.num_gathered_kv else None
+
+    def _forward_shared(self, x_BTW: Tensor, keys: LayerKeys, layout: SlicedLayout) -> Tensor:
+        """The output of a rank's part: keys of all slices first, which the ranks gather."""
+        if drops(self.layer):
+            self.states += [own_states(x_BTW.device) for _ in self.slices]
+        with restored(x_BTW.device, is_on=bool(self.states)):
+            self._keys_again(x_BTW, keys, self.slices)
+            keys.gather(layout)
+            y_BTW = torch.empty_like(x_BTW)
+            for number, part in enumerate(self.slices):
+                self._restore_state(number, x_BTW)
                 y_BTW[:, part.begin : part.end] = self._output(x_BTW, part, keys)
         return y_BTW
 
@@ -105,10 +128,13 @@ class LayerPass:
         self, x_BTW: Tensor, dy_BTW: Tensor, *, needs_dx: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The same from the last slice to the first."""
-        keys = LayerKeys(x_BTW.shape[1])
-        dx_BTW = x_BTW if needs_dx else None
+        keys, shared = LayerKeys(x_BTW.shape[1]), self.shared
+        # The input is needed again where keys' gradients come later.
+        dx_BTW = None if not needs_dx else x_BTW if shared is None else torch.empty_like(x_BTW)
         with restored(x_BTW.device, is_on=bool(self.states)):
-            self._keys_again(x_BTW, keys)
+            self._keys_again(x_BTW, keys, self.slices[:-1] if shared is None else self.slices)
+            if shared is not None:
+                keys.gather(shared)
             is_cut = len(self.slices) > 1
             with WeightSums(self.layer, is_wide=is_cut) as sums:
                 for number in reversed(range(len(self.slices))):
@@ -122,13 +148,36 @@ class LayerPass:
                         assert x_BSW.grad is not None, "A layer's output depends on its input."
                         dx_BTW[:, part.begin : part.end] = x_BSW.grad
                     del x_BSW, y_BSW
+                if shared is not None and keys.there is not None:
+                    keys.return_gradients(shared)
+                    self._backward_of_keys(x_BTW, keys, dx_BTW)
                 return dx_BTW, sums.taken()
 
-    def _keys_again(self, x_BTW: Tensor, keys: LayerKeys) -> None:
-        """Keys and values of all slices but the last: each up to the layer's attention, without a graph."""
+    def _backward_of_keys(self, x_BTW: Tensor, keys: LayerKeys, dx_BTW: Tensor | None) -> None:
+        """From gradients of keys and values, which all ranks have added to, to the input and the weights."""
+        keys.stops = True
+        for number, part in enumerate(self.slices):
+            self._restore_state(number, x_BTW)
+            with torch.enable_grad(), wide_products(x_BTW.dtype in HALF):
+                x_BSW = x_BTW[:, part.begin : part.end].detach().requires_grad_(dx_BTW is not None)
+                with suppress(KeysKnown):
+                    self._output_of(x_BSW, part, keys)
+            made, keys.met = keys.met, ()
+            if not any(one.requires_grad for one in made):
+                continue
+            grads = keys.gradients(slice(part.begin, part.end), made[0].dtype)
+            pairs = [(one, grad) for one, grad in zip(made, grads, strict=True) if one.requires_grad]
+            torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
+            if dx_BTW is not None and x_BSW.grad is not None:
+                dx_BTW[:, part.begin : part.end] += x_BSW.grad
+        keys.stops = False
+
+    def _keys_again(self, x_BTW: Tensor, keys: LayerKeys, slices: tuple[RowSlice, ...]) -> None:
+        """Keys and values of some slices, from the first on: each up to the layer's attention, without a
+        graph."""
         keys.stops = True
         with torch.no_grad():
-            for number, part in enumerate(self.slices[:-1]):
+            for number, part in enumerate(slices):
                 self._restore_state(number, x_BTW)
                 try:
                     self._output(x_BTW, part, keys)
@@ -257,7 +306,7 @@ def sliced(arguments: Mapping[str, Any], part: RowSlice, keys: LayerKeys) -> dic
 
 def _sliced(name: str, value: Any, own: SliceLayout) -> Any:
     part = own.part
-    if isinstance(value, Layout):
+    if isinstance(value, Layout | SlicedLayout):
         return own
     if isinstance(value, RowPass) and value.row is not None:
         return value.of_slice(own)

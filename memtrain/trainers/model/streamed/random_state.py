@@ -31,6 +31,14 @@ def random_states(device: torch.device) -> RandomStates:
     return RandomStates(torch.get_rng_state(), device, cuda)
 
 
+def own_states(device: torch.device) -> RandomStates:
+    """States of their own, which a number drawn now decides: for numbers that are drawn more than once."""
+    seed = int(torch.randint(2**62, (1,)))
+    with restored(device, is_on=True):
+        torch.manual_seed(seed)
+        return random_states(device)
+
+
 @contextmanager
 def restored(device: torch.device, *, is_on: bool) -> Iterator[None]:
     """The states after the block are those before it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from memtrain.trainers.model.attention.row_layout import Layout
+from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout
 from memtrain.trainers.model.streamed.layer_keys import SliceLayout
 
 
@@ -22,8 +23,8 @@ class RowPass(Protocol):
         ...
 
 
-def row_of(argument: object) -> Layout | None:
-    """The layout of a row that an argument of the layers is, or carries."""
-    if isinstance(argument, Layout):
+def row_of(argument: object) -> Layout | SlicedLayout | None:
+    """The layout of a row, or of a rank's part of one, that an argument of the layers is, or carries."""
+    if isinstance(argument, Layout | SlicedLayout):
         return argument
     return argument.row if isinstance(argument, RowPass) else None

@@ -1,4 +1,4 @@
-"""A flattened row cut into slices, and the tokens of the row that each slice's queries attend to."""
+"""A flattened row, or a rank's part of one, in slices, and the tokens that each slice's queries attend to."""
 
 # T: tokens of the row, S: tokens of a slice.
 
@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor
 
 from memtrain.trainers.model.attention.row_layout import Layout, Part, part_of
 from memtrain.trainers.model.attention.windows import Reach, windowed
-from memtrain.trainers.model.context_parallel.row_slices import Look, looks_of, pieces_of
+from memtrain.trainers.model.context_parallel.row_slices import Look, SlicedLayout, looks_of, pieces_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +29,8 @@ class RowSlice:
     places: int64 [S], the place of each of its tokens in its own row.
     longest_span: most tokens that a query of the row can look back on, itself counted.
     row: the whole row, which outlives its slices.
+    gathered: of a rank's part, what its queries attend to besides, in blocks as well; keys are rows of the
+        tokens that the ranks gather.
     """
 
     begin: int
@@ -36,14 +40,15 @@ class RowSlice:
     reaches: tuple[Reach, ...]
     key_blocks: tuple[Reach, ...]
     longest_span: int
-    row: ReferenceType[Layout]
+    row: ReferenceType[Layout | SlicedLayout]
+    gathered: tuple[Reach, ...] = ()
 
     def under(self, window: int | None) -> RowSlice:
         """The slice where a token attends to `window` tokens, itself counted; None: to all before it."""
         if window is None:
             return self
         layout = self.row()
-        assert layout is not None, "The row is let go of after its slices."
+        assert isinstance(layout, Layout), "The row outlives its slices; ranks share none with windows."
         pattern = windowed(layout, window, self.begin, self.end)
         return replace(self, within=pattern.within, reaches=pattern.reaches, key_blocks=pattern.reaches)
 
@@ -54,16 +59,17 @@ class RowSlice:
 
 
 # Slices are the same for all layers of one pass, and die with the layout.
-_cut: WeakKeyDictionary[Layout, tuple[int, tuple[RowSlice, ...]]] = WeakKeyDictionary()
+_cut: WeakKeyDictionary[Layout | SlicedLayout, tuple[int, tuple[RowSlice, ...]]] = WeakKeyDictionary()
 
 
-def slices_of(layout: Layout, slice_tokens: int) -> tuple[RowSlice, ...]:
+def slices_of(layout: Layout | SlicedLayout, slice_tokens: int) -> tuple[RowSlice, ...]:
     """`layout` in slices of `slice_tokens` tokens, the last one shorter, on the layout's device."""
     known = _cut.get(layout)
     if known is None or known[0] != slice_tokens:
         T = layout.num_tokens
         borders = [(begin, min(begin + slice_tokens, T)) for begin in range(0, T, slice_tokens)]
-        known = slice_tokens, tuple(_slice(layout, begin, end) for begin, end in borders)
+        one: Any = _slice if isinstance(layout, Layout) else _slice_of_part
+        known = slice_tokens, tuple(one(layout, begin, end) for begin, end in borders)
         _cut[layout] = known
     return known[1]
 
@@ -78,7 +84,7 @@ def _slice(layout: Layout, begin: int, end: int) -> RowSlice:
         places=layout.places[begin:end],
         within=part_of(bounds, bounds, device=layout.device, is_causal=True),
         reaches=reaches,
-        key_blocks=tuple(block for reach in reaches for block in _blocks(reach, end - begin, layout)),
+        key_blocks=tuple(block for reach in reaches for block in _blocks(reach, end - begin, layout.device)),
         longest_span=layout.longest_span,
         row=ref(layout),
     )
@@ -93,7 +99,51 @@ def _reach(look: Look, begin: int, layout: Layout) -> Reach:
     )
 
 
-def _blocks(reach: Reach, most: int, layout: Layout) -> Iterator[Reach]:
+def _slice_of_part(layout: SlicedLayout, begin: int, end: int) -> RowSlice:
+    """The same of a rank's part: keys of its own pieces lie in it, all others are gathered."""
+    device, borders = layout.index.device, layout.within.query_bounds
+    lengths: list[int] = []
+    reaches: list[Reach] = []
+    for start, stop in pairwise(borders):
+        first, last = max(start, begin), min(stop, end)
+        if first >= last:
+            continue
+        lengths.append(last - first)
+        if start < first:
+            part = part_of((0, last - first), (0, first - start), device=device, is_causal=False)
+            reaches.append(Reach(slice(first - begin, last - begin), slice(start, first), part))
+    bounds = tuple(accumulate(lengths, initial=0))
+    most = end - begin
+    gathered = [cut for reach in layout.reaches for cut in _within(reach, begin, end, device)]
+    return RowSlice(
+        begin=begin,
+        end=end,
+        places=layout.places[begin:end],
+        within=part_of(bounds, bounds, device=device, is_causal=True),
+        reaches=tuple(reaches),
+        key_blocks=tuple(block for reach in reaches for block in _blocks(reach, most, device)),
+        longest_span=layout.longest_span,
+        row=ref(layout),
+        gathered=tuple(block for reach in gathered for block in _blocks(reach, most, device)),
+    )
+
+
+def _within(reach: Reach, begin: int, end: int, device: torch.device) -> Iterator[Reach]:
+    """The spans of a reach whose queries lie in rows `begin:end`, their rows counted from `begin`."""
+    assert isinstance(reach.queries, slice), "Reaches of a rank's part are ranges."
+    assert isinstance(reach.keys, slice), "Reaches of a rank's part are ranges."
+    for query, query_end, key, key_end in reach.part.spans():
+        first = max(reach.queries.start + query, begin)
+        last = min(reach.queries.start + query_end, end)
+        if first < last:
+            yield Reach(
+                slice(first - begin, last - begin),
+                slice(reach.keys.start + key, reach.keys.start + key_end),
+                part_of((0, last - first), (0, key_end - key), device=device, is_causal=False),
+            )
+
+
+def _blocks(reach: Reach, most: int, device: torch.device) -> Iterator[Reach]:
     """`reach` in parts that attend to at most `most` keys each."""
     if reach.part.key_bounds[-1] <= most:
         yield reach
@@ -106,5 +156,5 @@ def _blocks(reach: Reach, most: int, layout: Layout) -> Iterator[Reach]:
             num_keys = min(most, key_end - start)
             first = reach.keys.start + start
             bounds = (0, query_end - query), (0, num_keys)
-            part = part_of(*bounds, device=layout.device, is_causal=False)
+            part = part_of(*bounds, device=device, is_causal=False)
             yield Reach(queries, slice(first, first + num_keys), part)
