@@ -2,6 +2,7 @@
 
     python benchmarks/streamed_layers.py           # both questions: minutes; writes the results
     python benchmarks/streamed_layers.py --memory  # traces of a 25M model at 4,096 to 65,536 tokens
+    python benchmarks/streamed_layers.py --passes  # passes without gradients: scoring, a sampler's prompts
     python benchmarks/streamed_layers.py --time    # processor time against checkpointing, in pairs
     python benchmarks/streamed_layers.py --host    # host memory of one row: read, tokenized and laid out
 
@@ -26,8 +27,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from result_files import write_result
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memtrain.memory.estimate.activations import layer_boundary, positions_and_mask
@@ -35,13 +38,22 @@ from memtrain.memory.estimate.streamed_layers import KEYS, ROW, streamed_backwar
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.batches.collate import Piece, lay_end_to_end
 from memtrain.trainers.data.store.prepare import prepare
 from memtrain.trainers.data.store.token_store import TokenStore
-from memtrain.trainers.model.attention import set_attention
+from memtrain.trainers.losses.head.request import LogprobRequest
+from memtrain.trainers.memory_meter.live_tensors import TensorPeak
+from memtrain.trainers.model.attention import attention_switched, set_attention
 from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
+from memtrain.trainers.model.streamed.apply import stream_layers
+from memtrain.trainers.online.generation.forward import NAME as SAMPLER
+from memtrain.trainers.online.generation.forward import read_prompts
+from memtrain.trainers.online.generation.forward import register as register_sampler
+from memtrain.trainers.online.generation.kv_cache import KVCache
 from memtrain.trainers.tools.trace.extrapolate import named_owners
 from memtrain.trainers.tools.trace.trace import Job, trace
 
@@ -119,6 +131,40 @@ def layer_memory(length: int) -> dict[str, float]:
     }
     told["one slice, and sums of weights"] = sum(held.values()) - sum(told.values())
     return {owner: round(size / MIB, 2) for owner, size in {"in all": sum(held.values()), **told}.items()}
+
+
+def pass_memory(length: int) -> dict[str, dict[str, float]]:
+    """MiB made by passes without gradients over a row: log-probs of all its tokens, and a sampler's prompt.
+
+    What grows by design: input and output of a layer, keys and values of one layer, or of all layers where a
+    sampler keeps them, rotary tables; of scoring the row's ids, positions, targets and results.
+    """
+    known = {key: value for key, value in CONFIG.items() if key != "model_type"}
+    with FakeTensorMode(), torch.no_grad():
+        model = LlamaForCausalLM(LlamaConfig(**known)).eval()
+        set_attention(model, "torch_cpu")
+        stream_layers(model, SLICE_TOKENS)
+        scorer = Scorer(model, tile_bytes=1 << 22)
+        keys = KVCache(1, 1, length, 1)
+        with TensorPeak() as scoring:
+            batch = lay_end_to_end([Piece(np.zeros(length, np.int32), np.ones(length, np.bool_))], pad_id=0)
+            request = LogprobRequest(batch.targets)
+            scorer(batch.model_inputs(), batch.scored_index, request)
+        register_sampler()
+        with attention_switched(model, SAMPLER), TensorPeak() as reading:
+            read_prompts(model, [(0,) * length], keys, 0, AttentionBackend.TORCH_CPU)
+    load = Workload(settings_of(length), shape_of(CONFIG), HeaviestBatch(1, length, length, length))
+    a_layer = 2 * load.a * length * load.shape.kv_width
+    rows = 2 * layer_boundary(load) + positions_and_mask(load) + a_layer
+    kept = CONFIG["num_hidden_layers"] * a_layer
+    told: dict[str, dict[str, float]] = {}
+    for name, peak, grows in (
+        ("scoring", scoring.peak_bytes, rows),
+        ("reading a prompt", reading.peak_bytes, rows + kept),
+    ):
+        parts = {"in all": peak, "grows by design": grows, "rest": peak - grows}
+        told[name] = {part: round(size / MIB, 2) for part, size in parts.items()}
+    return told
 
 
 def step_seconds(model: Any) -> float:
@@ -223,6 +269,7 @@ def main() -> None:
     """Answer the questions that are asked, keep the other's answer, and print both."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--memory", action="store_true", help="traces alone")
+    parser.add_argument("--passes", action="store_true", help="passes without gradients alone")
     parser.add_argument("--time", action="store_true", help="processor time alone")
     parser.add_argument("--host", action="store_true", help="host memory alone")
     parser.add_argument("--host-of", type=int, metavar="CHARS", help=argparse.SUPPRESS)
@@ -232,13 +279,15 @@ def main() -> None:
         print(json.dumps(host_of(asked.host_of)))
         return
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    every = not (asked.memory or asked.time or asked.host)
+    every = not (asked.memory or asked.passes or asked.time or asked.host)
     if asked.memory or every:
         results["config"], results["slice_tokens"] = CONFIG, SLICE_TOKENS
         results["memory_MiB"] = {}
         for length in LENGTHS:
             results["memory_MiB"][str(length)] = layer_memory(length)
             write_result(RESULTS, results)
+    if asked.passes or every:
+        results["passes_MiB"] = {str(length): pass_memory(length) for length in LENGTHS}
     if asked.host or every:
         results["host"] = host_memory()
     if asked.time or every:
