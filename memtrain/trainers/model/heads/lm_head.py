@@ -55,12 +55,13 @@ class Scorer(nn.Module):
         is_chunked: bool = True,
         is_liger: bool = False,
         tile_bytes: int = TILE_BYTES,
+        kernel: str = "torch",
     ) -> None:
         super().__init__()
         self.model = model
         base = base_model(model)
         self.form = head_form(base.config)._replace(
-            is_chunked=is_chunked, is_liger=is_liger, tile_bytes=tile_bytes
+            is_chunked=is_chunked, is_liger=is_liger, tile_bytes=tile_bytes, kernel=kernel
         )
         open_head(head_of(base), type(base).__name__)
         self.context: ContextRanks | None = None
