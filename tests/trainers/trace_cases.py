@@ -225,6 +225,11 @@ STRATEGIES = {
     ),
     "optimizer states on CPU": sft(LLAMA, {"optimizer_offload": True}),
     "moments and masters on the host": sft(QWEN, {"optimizer_offload": True, "master_weights": True} | HALF),
+    "a save in the background": sft(LLAMA, {"background_save": True} | EVERY | HALF),
+    "a save in the background, master weights": sft(
+        QWEN, {"background_save": True, "master_weights": True} | EVERY | HALF
+    ),
+    "a save in the background, LoRA": sft(LLAMA, {"background_save": True, "adapter": LORA} | EVERY),
     "step in backward": sft(LLAMA, {"in_backward": True}, **NO_CLIP),
     "step in backward, adafactor": sft(
         QWEN, {"in_backward": True, "optimizer": "adafactor"} | EVERY | HALF, **NO_CLIP
@@ -380,6 +385,7 @@ ARCHITECTURES = {
 TWO = {"num_processes": 2}
 FSDP = TWO | {"engine": "fsdp2"}
 AWAY = {"shard_offload": "parameters"}
+ULYSSES = {"context_by": "ulysses"}
 LEARNT = HeaviestBatch(rows=1, tokens=512, scored_tokens=512, longest=512)
 """A slice of it has as many scored tokens as it can."""
 SLICED = TWO | {"context_parallel": 2, "pad_to_multiple_of": 4}
@@ -405,6 +411,9 @@ RANKS = {
     "slices": replace(sft(LLAMA, SLICED), batch=LEARNT),
     "slices, checkpointed": replace(sft(LLAMA, SLICED | EVERY | HALF, 2), batch=LEARNT),
     "slices, dpo": Case("dpo", LLAMA, SLICED | {"reference": "copy"} | EVERY | SHARED),
+    "heads dealt out": replace(sft(LLAMA, SLICED | ULYSSES), batch=LEARNT),
+    "heads dealt out, checkpointed": replace(sft(LLAMA, SLICED | ULYSSES | EVERY | HALF, 2), batch=LEARNT),
+    "heads dealt out, dpo": Case("dpo", LLAMA, SLICED | ULYSSES | {"reference": "copy"} | EVERY | SHARED),
 }
 ON_GPU = {"device": "cuda", "attention": "torch_cpu"}
 """Liger refuses a CPU; attention is one that a CPU has."""

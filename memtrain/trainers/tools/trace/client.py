@@ -91,10 +91,8 @@ def can_trace(recipe: Recipe, settings: Settings) -> str | None:
         return "a trace cannot separate DeepSpeed's host memory from the device's"
     if uses_zero(settings) and find_spec("deepspeed") is None:
         return "DeepSpeed's engine itself is traced, and is not here (pip install 'memtrain[deepspeed]')"
-    if settings.context_by == "ulysses":
-        return "communication between processes that divide heads is not traced"
-    if settings.background_save and settings.device == "cpu":
-        return "the copy of a background save is not traced"
+    if settings.background_save and settings.device == "cpu" and uses_zero(settings):
+        return "the copy that a background save makes of DeepSpeed's states is not traced"
     if uses_liger(settings) and (find_spec("liger_kernel") is None or find_spec("triton") is None):
         return (
             "Liger's own code is traced, and it is not installed here (pip install 'memtrain[liger]', or "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -12,16 +12,19 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from memtrain.memory.estimate.checkpoint_copies import COPY
 from memtrain.memory.estimate.teachers import teacher_settings
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
+from memtrain.trainers.checkpoints.pinned_copy import HostCopies
 from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.model.offload.weights import chosen, weights_of
 from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
+from memtrain.trainers.reference.reference import EmaReference
 from memtrain.trainers.runtime.weight_layout import local_of
 from memtrain.trainers.tools.trace.bitsandbytes import as_fake_bitsandbytes
 from memtrain.trainers.tools.trace.client import RewardModelJob
@@ -220,9 +223,25 @@ def run_steps(
                 stepped=lambda: recorder.own(gradients_of(stage), "gradients"),
             )
             own_states(stage, recorder)
+            if name == STEPS[0]:
+                held.enter_context(_saved_beside(stage, recorder))
         _after_steps(cast, job, stage, recorder)
         recorder.enter("saving")
     return stage
+
+
+@contextmanager
+def _saved_beside(stage: StepSetup, recorder: Recorder) -> Iterator[None]:
+    """Buffers that a save in the background fills after the first step, where the host is the device: they
+    stay for the saves that follow."""
+    copies, optimizer, reference = HostCopies(), stage.optimizer, stage.reference
+    if stage.settings.background_save and stage.settings.device == "cpu":
+        held = optimizer.held() if isinstance(optimizer, MasterWeights) else []
+        followed = reference.kept_state().values() if isinstance(reference, EmaReference) else ()
+        with recorder.owned_by(COPY):
+            for tensor in (*stage.parameters, *tensors_of(optimizer.state), *held, *followed):
+                copies.tensor(local_of(tensor))
+    yield
 
 
 def _after_steps(cast: Models, job: Job, stage: StepSetup, recorder: Recorder) -> None:

@@ -54,6 +54,7 @@ GATHERING = (
     "what FSDP2 notes about the mesh and its groups, some KiB whatever the model, is made where nothing is "
     "traced (inferred)"
 )
+EXCHANGE = "some 40 KiB in the exchange of heads, made where nothing is traced (inferred)"
 SCRATCH = {
     "FSDP2": (0.002, GATHERING),
     "FSDP2, checkpointed, accumulating": (0.005, GATHERING),
@@ -64,6 +65,7 @@ SCRATCH = {
     "FSDP2, shards on the host": (0.002, GATHERING),
     "FSDP2, shards on the host, checkpointed, accumulating": (0.005, GATHERING),
     "FSDP2, dpo, a copy": (0.002, GATHERING),
+    "heads dealt out": (0.004, EXCHANGE),
     "streamed, FSDP2": (0.006, GATHERING),
     "streamed, FSDP2, accumulating": (0.035, BLOCKS),
     "streamed, FSDP2, LoRA": (0.008, GATHERING),
@@ -256,6 +258,16 @@ def test_a_trace_feeds_the_model_of_the_cuda_allocator():
     replayed = replay(recorder.events)
     assert recorder.peak_bytes <= replayed.peak_allocated <= 1.02 * recorder.peak_bytes
     assert replayed.peak_allocated <= replayed.peak_reserved
+
+
+@pytest.mark.parametrize("name", ["heads dealt out", "a save in the background"])
+def test_heads_dealt_out_and_background_saves_can_be_traced(name):
+    case = CASES[name]
+    assert can_trace(case.recipe, case.settings) is None
+    zero = case.settings.model_copy(
+        update={"engine": "zero2", "num_processes": 2, "background_save": True, "device": "cpu"}
+    )
+    assert "DeepSpeed" in (can_trace(case.recipe, zero) or "")
 
 
 def test_tracing_leaves_torch_and_transformers_as_they_were():
