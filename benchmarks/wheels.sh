@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Collects into .whl/ what a machine without a network lacks to run this tree beside its own torch and transformers:
-# wheels for Linux x86-64 and the Python of that machine (PYTHON_VERSION, 3.12), about 11 MB. `--peers` adds trl, for
+# wheels for Linux x86-64 and the Python of that machine (PYTHON_VERSION, 3.12), about 9 MB. `--peers` adds trl, for
 # the comparison. See docs/offline.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
