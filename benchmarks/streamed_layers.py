@@ -136,18 +136,19 @@ def layer_memory(length: int) -> dict[str, float]:
 def pass_memory(length: int) -> dict[str, dict[str, float]]:
     """MiB made by passes without gradients over a row: log-probs of all its tokens, and a sampler's prompt.
 
-    What grows by design: input and output of a layer, keys and values of one layer, or of all layers where a
-    sampler keeps them, rotary tables; of scoring the row's ids, positions, targets and results.
+    What grows by design: the embeddings, input and output of a layer, rotary tables, keys and values of one
+    layer, or of all layers where a sampler keeps them.
     """
     known = {key: value for key, value in CONFIG.items() if key != "model_type"}
-    with FakeTensorMode(), torch.no_grad():
+    # What a batch holds is known without a pass, and its rows are picked by data.
+    batch = lay_end_to_end([Piece(np.zeros(length, np.int32), np.ones(length, np.bool_))], pad_id=0)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         model = LlamaForCausalLM(LlamaConfig(**known)).eval()
         set_attention(model, "torch_cpu")
         stream_layers(model, SLICE_TOKENS)
         scorer = Scorer(model, tile_bytes=1 << 22)
         keys = KVCache(1, 1, length, 1)
         with TensorPeak() as scoring:
-            batch = lay_end_to_end([Piece(np.zeros(length, np.int32), np.ones(length, np.bool_))], pad_id=0)
             request = LogprobRequest(batch.targets)
             scorer(batch.model_inputs(), batch.scored_index, request)
         register_sampler()
@@ -155,7 +156,7 @@ def pass_memory(length: int) -> dict[str, dict[str, float]]:
             read_prompts(model, [(0,) * length], keys, 0, AttentionBackend.TORCH_CPU)
     load = Workload(settings_of(length), shape_of(CONFIG), HeaviestBatch(1, length, length, length))
     a_layer = 2 * load.a * length * load.shape.kv_width
-    rows = 2 * layer_boundary(load) + positions_and_mask(load) + a_layer
+    rows = 3 * layer_boundary(load) + positions_and_mask(load) + a_layer
     kept = CONFIG["num_hidden_layers"] * a_layer
     told: dict[str, dict[str, float]] = {}
     for name, peak, grows in (
