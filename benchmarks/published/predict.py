@@ -187,7 +187,7 @@ taken to be the same.
   to 2.4 times as long as predicted.
 - **PEFT's benchmark** (1.05 to 1.17) empties the cache after every step, and its longest rows may be
   shorter than the limit.
-- **axolotl** (0.91 to 1.15) and the guides' figures are rounded, and two of one model differ by 26 %.
+- **axolotl** (0.90 to 1.14) and the guides' figures are rounded, and two of one model differ by 26 %.
 - **Fused cross-entropy** (the rows of fused kernels with plain logits, 1.0 to 2.0) works in place
   on the logits; memtrain has no such kernel but the chunked loss, which needs less still.
 - **Experts in 4 bits** (0.81 to 1.12): Mixtral's experts packed as bitsandbytes packs single linear
