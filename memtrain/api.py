@@ -63,9 +63,10 @@ class FinishedRun:
         return f"FinishedRun({self.folder.path}: {words})"
 
     def _repr_html_(self) -> str:
+        from memtrain.trainers.pages.page import framed
         from memtrain.trainers.run_folder.report.report_html import render_report
 
-        return _framed(render_report(self.report))
+        return framed(render_report(self.report))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,9 @@ class RunPlan:
 
     def _repr_html_(self) -> str:
         from memtrain.cli.plan.html import page
+        from memtrain.trainers.pages.page import framed
 
-        return _framed(page(self.answer, None))
+        return framed(page(self.answer, None))
 
 
 def load_recipe(recipe: str | Path, overrides: Overrides | None = None) -> LoadedRecipe:
@@ -178,12 +180,6 @@ def inspect_lengths(
 
     words = Words(str(dataset), tuple(_words(overrides)), model, tokenizer, None, None)
     return inspected(words, (), None, None)
-
-
-def _framed(page: str) -> str:
-    """A page in a frame of its own, as notebooks show it."""
-    text = page.replace("&", "&amp;").replace('"', "&quot;")
-    return f'<iframe srcdoc="{text}" width="100%" height="700" style="border:0"></iframe>'
 
 
 def _loaded(recipe: LoadedRecipe | str | Path) -> LoadedRecipe:

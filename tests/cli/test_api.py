@@ -13,6 +13,7 @@ from memtrain.errors import RecipeError
 from memtrain.trainers.protocols.events import StepEvent
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.metrics import MetricsWriter
+from memtrain.trainers.run_folder.report.report import load_report
 from memtrain.trainers.tools.chat import Chat
 from memtrain.trainers.tools.trained_model import text_model
 
@@ -102,3 +103,19 @@ def test_lengths_are_counted_with_a_tokenizer_without_a_model(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"text": "one two"}\n' * 20)
     found = memtrain.inspect_lengths(tmp_path / "rows.jsonl", tokenizer="builtin:tiny")
     assert (found.rows, found.tokenizer) == (20, "builtin:tiny")
+
+
+def test_what_is_printed_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Notebooks print the last value of a cell: a report of a thousand steps, or the text of a recipe."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2", "completion": "4"}\n' * 3)
+    recipe = memtrain.load_recipe("quickstart")
+    assert repr(recipe).endswith("quickstart.yaml: sft of builtin:tiny on builtin:arithmetic)")
+    lengths = memtrain.inspect_lengths("rows.jsonl", tokenizer="builtin:tiny")
+    assert repr(lengths).startswith("Inspection(rows.jsonl: 3 rows, ")
+    assert "\n" not in repr(lengths)
+    assert lengths._repr_html_().startswith("<iframe")
+    folder = RunFolder(tmp_path / "run")
+    with folder.open_for_run():
+        report = load_report(folder)
+    assert repr(report).startswith("Report(run: not started, 0 steps, loss no step yet; fields: name, plan")

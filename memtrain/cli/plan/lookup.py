@@ -60,6 +60,10 @@ def _as_it_is(model: Model) -> LookedAt:
     if model.config is not None:
         return LookedAt(_given_config(model, model.config))
     assert model.path is not None, "A recipe has model.path or model.config."
+    if model.trust_remote_code:
+        from memtrain.trainers.model.loading.own_code import trust_code
+
+        trust_code(model)
     folder = Path(model.path).expanduser()
     if folder.is_dir():
         return LookedAt(read_config_json(folder, "model.path"))

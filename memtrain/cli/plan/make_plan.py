@@ -217,10 +217,30 @@ def own_config(model: Model) -> Mapping[str, object]:
                 f"model.config: {words_of(error)}", "model.config", "use the values of a published model"
             ) from None
     assert model.path is not None, "A recipe has model.path or model.config."
+    if model.trust_remote_code:
+        from memtrain.trainers.model.loading.own_code import trust_code
+
+        trust_code(model)
     folder = Path(model.path).expanduser()
     if folder.is_dir() and (folder / "config.json").exists():
-        return read_config_json(folder, "model.path")
+        given = read_config_json(folder, "model.path")
+        _refuse_unknown(given, folder)
+        return given
     return read_config(find_origin(model.path, model.revision)).to_dict()
+
+
+def _refuse_unknown(config: Mapping[str, object], folder: Path) -> None:
+    """Raise LaunchError for a model of a type that transformers does not know."""
+    from memtrain.trainers.model.loading.locate import NO_CODE_FIX, unknown_type
+
+    kind = str(config.get("model_type"))
+    if "model_type" not in config or unknown_type(kind) is None:
+        return
+    version_of = version("transformers")
+    with_code = ", and the model comes with code of its own" if config.get("auto_map") else ""
+    raise LaunchError(
+        f"transformers {version_of} knows no {kind} models{with_code}", f"{folder}/config.json", NO_CODE_FIX
+    )
 
 
 def versions() -> dict[str, str]:

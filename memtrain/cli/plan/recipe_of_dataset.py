@@ -42,7 +42,7 @@ def write_recipe(method: str | None, dataset: str, model: str, overrides: Sequen
     text = f"# Written by `memtrain {command} DATASET --model MODEL`. Every key: docs/recipe.md.\n{body}"
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise RecipeError(
-            f"{path} exists already, and says something else",
+            f"{path} exists already, with other keys or values",
             str(path),
             f"run it (memtrain {command} {path}), or rename or remove it",
         )

@@ -171,7 +171,11 @@ def _decide_sampler(ledger: DecisionLog, settings: Settings, facts: PlannerInput
     longest = longest_prompt(facts, generate) + generate.max_tokens
     why = not_native(settings.attention, facts.config, longest)
     if wanted == "native" and why:
-        ledger.refuse(f"the native sampler shares prompts; {why}", path, "set generate.backend: transformers")
+        ledger.refuse(
+            f"the native sampler computes a prompt once for all its completions, and here it cannot: {why}",
+            path,
+            "set generate.backend: transformers",
+        )
         ledger.raise_refusals()
     if wanted == "transformers" or why:
         ledger.decide("sampler", "transformers", why or "", path)

@@ -171,7 +171,8 @@ def _refuse_process(ledger: DecisionLog, section: Vllm, settings: Settings) -> N
         )
     if section.devices and section.sleep not in ("auto", "off"):
         ledger.refuse(
-            f"generate.vllm.sleep {section.sleep} frees a device that vLLM has to itself",
+            f"generate.vllm.sleep {section.sleep} has no effect: vLLM has devices of its own "
+            "(generate.vllm.devices)",
             "generate.vllm.sleep",
             "remove it, or generate.vllm.devices",
         )

@@ -91,7 +91,7 @@ def _refuse_attention(
     growing = reached(length_rules(config), longest, "row")
     padded = "set length.padding_free: false"
     if growing is not None and reached(length_rules(facts.config), longest, "row") is None:
-        ledger.refuse(f"the teacher's rows cannot lie end to end: {growing.summary}", path, padded)
+        ledger.refuse(f"the teacher's rows cannot be concatenated: {growing.summary}", path, padded)
     own = AttentionFacts(
         device=facts.hardware.device,
         dtype=dtype if facts.teacher.dtype == "auto" else facts.teacher.dtype,

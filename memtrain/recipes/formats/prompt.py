@@ -97,6 +97,6 @@ def text_of(text: str) -> str:
         except UnicodeEncodeError as error:
             half = f"\\u{ord(text[error.start]):04x}"
             raise BadRow(
-                f"the text holds {half}, half of a character pair", "fix the escapes in the file"
+                f"the text holds {half}, half of a surrogate pair", "fix the escapes in the file"
             ) from None
     return text

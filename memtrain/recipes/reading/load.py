@@ -56,6 +56,12 @@ class LoadedRecipe:
     renamed: tuple[Renaming, ...] = ()
     """The previous names that were read as today's, in the order of the lines."""
 
+    def __repr__(self) -> str:
+        """A line: the fields hold the whole file."""
+        recipe = self.recipe
+        model, sources = recipe.model.path or "model.config", (one.source for one in recipe.data.train)
+        return f"LoadedRecipe({self.path}: {recipe.method} of {model} on {', '.join(sources)})"
+
     @property
     def resolved(self) -> ReadOnly[str, object]:
         """Written keys as bare values, without defaults (`recipe.model_dump()` has them)."""

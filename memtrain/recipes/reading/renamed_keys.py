@@ -38,7 +38,7 @@ RENAMED_KEYS: dict[str, str] = {
     "use_liger_kernel": "`model.liger`",
     "enable_liger_kernel": "`model.liger`",
     "use_liger": "`model.liger`",
-    "trust_remote_code": "remove it: code of a model is never run",
+    "trust_remote_code": "`model.trust_remote_code`, with `model.revision: COMMIT`",
     "device_map": "`cluster.device`, and `cluster.engine` for several devices",
     "low_cpu_mem_usage": "remove it: weights are always loaded without a second copy",
     "use_cache": "remove it: training keeps no key-value cache",

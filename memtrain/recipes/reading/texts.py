@@ -23,7 +23,7 @@ def check_texts(node: Node, path: Path, faults: Faults) -> None:
         odd = next((one for one in node.value if one == "\0" or "\ud800" <= one <= "\udfff"), None)
         if odd is not None:
             what = (
-                "half of a character pair"
+                "half of a surrogate pair"
                 if odd != "\0"
                 else "a character that is not allowed in a name or text"
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
@@ -112,6 +114,12 @@ class Model(Section):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
 
+    trust_remote_code: bool = False
+    """Run the code that comes with the model, for architectures that transformers does not know. It can do
+    anything that you can: read it first. Only with the code pinned: `model.revision` is a commit (40
+    hexadecimal digits), of a folder the `sha256:...` of its Python files, which the refusal tells. Its
+    tokenizer's code is never run."""
+
     tokenizer: str | None = None
     """Hub id or folder of the tokenizer; the model's own when not given. `builtin:tiny` is always at hand."""
 
@@ -174,6 +182,8 @@ class Model(Section):
                 else "neither model.path nor model.config is given"
             )
             raise ValueError(f"{given}; give one: path for weights that exist, config for random weights")
+        if self.trust_remote_code:
+            self._check_pin()
         if self.config is not None and self.tokenizer is None:
             raise ValueError(
                 "model.config has no tokenizer of its own; set model.tokenizer (builtin:tiny is at hand)"
@@ -188,3 +198,15 @@ class Model(Section):
                 "quantized weights cannot be trained; add model.adapter, or set model.quantize to none"
             )
         return self
+
+    def _check_pin(self) -> None:
+        """Raise ValueError where code would be run that may change, or that there is none of."""
+        if self.path is None or self.path.startswith("builtin:"):
+            raise ValueError("model.trust_remote_code has no effect without a model.path; remove it")
+        is_folder = Path(self.path).expanduser().is_dir()
+        if not is_folder and not re.fullmatch("[0-9a-f]{40}", self.revision or ""):
+            at = f"model.revision {self.revision}" if self.revision else "the branch main"
+            raise ValueError(
+                f"model.trust_remote_code would run the code of {at}, which may change; set model.revision "
+                "to a commit (40 hexadecimal digits) whose code you have read"
+            )

@@ -36,7 +36,7 @@ MODEL: dict[str, Rule] = {
         },
     ),
     "model_init_kwargs": ReadTogether(),
-    "trust_remote_code": Unmapped("code from a hub is never run"),
+    "trust_remote_code": Unmapped("code runs only with `model.trust_remote_code`, at a commit"),
     "router_aux_loss_coef": RecipeKey("train.router_aux_loss_coef"),
     "chat_template_path": RecipeKey("model.chat_template"),
     "use_liger_kernel": RecipeKey("model.liger", values=_ON),

@@ -62,3 +62,9 @@ def _environment(*folders: Path) -> Environment:
     )
     environment.filters |= {"gib": gib, "svg": Markup, "num": lambda value: f"{value:,}"}
     return environment
+
+
+def framed(page: str) -> str:
+    """A page in a frame of its own, as notebooks show it."""
+    text = page.replace("&", "&amp;").replace('"', "&quot;")
+    return f'<iframe srcdoc="{text}" width="100%" height="700" style="border:0"></iframe>'

@@ -77,7 +77,7 @@ def test_a_dataset_and_a_model_write_the_recipe_that_runs(folder: Path, capsys: 
     assert main(words) == 0
     capsys.readouterr()
     assert main([*words, "train.seed=3"]) == 2
-    assert "rows-sft.yaml exists already, and says something else" in capsys.readouterr().err
+    assert "rows-sft.yaml exists already, with other keys or values" in capsys.readouterr().err
 
 
 def test_a_dataset_alone_asks_for_its_model(folder: Path, capsys: pytest.CaptureFixture[str]):

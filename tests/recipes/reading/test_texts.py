@@ -32,7 +32,7 @@ def refused(folder: Path, text: str) -> RecipeError:
         (GOOD.replace("builtin:arithmetic", f"[{'x' * 300}.jsonl]"), "data.train.0: 'xxx"),
         (f"extends: {'y' * 300}\n{GOOD}", "is not a file name"),
         (GOOD + 'run_dir: "a\\0b"\n', "run_dir: holds U+0000"),
-        (GOOD + 'log: {project: "\\ud800"}\n', "log.project: holds U+D800, half of a character pair"),
+        (GOOD + 'log: {project: "\\ud800"}\n', "log.project: holds U+D800, half of a surrogate pair"),
     ],
 )
 def test_texts_that_nothing_can_hold_are_refused(text: str, said: str, tmp_path: Path):

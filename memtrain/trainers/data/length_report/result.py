@@ -216,3 +216,20 @@ class Inspection(Section):
     recommendation: Recommendation
     notes: tuple[str, ...]
     """Further remarks that are needed to read the numbers."""
+
+    def __repr__(self) -> str:
+        """A line; `model_dump()` has every number."""
+        about = "about " if self.extent.is_estimate else ""
+        return (
+            f"Inspection({self.dataset}: {about}{self.rows:,} rows, {self.tokens:,} tokens; "
+            f"{self.recommendation.reason})"
+        )
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """The page of `--html`, as notebooks show it."""
+        from memtrain.trainers.data.length_report.html import page
+        from memtrain.trainers.pages.page import framed
+
+        return framed(page(self))

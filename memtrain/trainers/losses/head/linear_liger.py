@@ -68,7 +68,7 @@ def liger_nll(
 def _only(pairs: Pairs) -> tuple[Tensor, Tensor]:
     if len(pairs) != 1:
         raise LaunchError(
-            "Liger's loss takes one LM head, and an adapter adds a second product to it",
+            "Liger's loss computes a plain LM head, and this one has an adapter",
             "memory.loss",
             "set memory.loss: chunked, or leave lm_head out of the adapter",
         )

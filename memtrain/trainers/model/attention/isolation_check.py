@@ -276,7 +276,9 @@ def _check_takes_layout(model: PreTrainedModel) -> None:
     parameters = inspect.signature(backbone_of(model).forward).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise LaunchError(
-            f"{type(model).__name__} does not pass a layout on to its attention", "model.attention", FIX
+            f"{type(model).__name__} does not hand the boundaries of packed rows on to its attention",
+            "model.attention",
+            FIX,
         )
 
 

@@ -93,13 +93,13 @@ def _check_stacks(model: PreTrainedModel, adapter: Adapter) -> None:
     is_all = ALL_LINEAR in adapter.target_modules and model.config.model_type in EXPERTS_IN_ALL_LINEAR
     if not stacks or not (adapter.target_parameters or is_all):
         return
-    for asked, key, value in (
-        (adapter.dropout > 0, "model.adapter.dropout", "dropout: 0"),
-        (adapter.kind == "dora", "model.adapter.kind", "kind: lora"),
+    for asked, key, value, word in (
+        (adapter.dropout > 0, "model.adapter.dropout", "dropout: 0", "dropout"),
+        (adapter.kind == "dora", "model.adapter.kind", "kind: lora", "DoRA"),
     ):
         if asked:
             raise LaunchError(
-                f"{key.rsplit('.', 1)[-1]} of adapters on experts: PEFT has none for stacked weights",
+                f"the adapter has experts among its targets, for which PEFT has no {word}",
                 key,
                 f"set {value}, or leave the experts out: model.adapter.target_modules: [q_proj, "
                 "k_proj, v_proj, o_proj]",

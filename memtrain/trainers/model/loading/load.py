@@ -33,6 +33,7 @@ from memtrain.trainers.model.loading.locate import (
     unknown_type,
     with_scaled_positions,
 )
+from memtrain.trainers.model.loading.own_code import trust_code
 from memtrain.trainers.model.loading.quantize import quantization_config
 from memtrain.trainers.model.loading.sharded_init import is_keeping
 from memtrain.trainers.model.loading.sharded_load import empty_model
@@ -78,6 +79,7 @@ def load_model(
         model = _random_model(config, settings, seed, head, drawn_on)
     else:
         assert recipe.path is not None, "A recipe has model.path or model.config."
+        trust_code(recipe)
         origin = find_origin(recipe.path, recipe.revision)
         config = with_scaled_positions(read_config(origin), recipe)
         model = _pretrained(origin, config, settings, head, is_new=is_new)
@@ -167,7 +169,10 @@ def _random_model(
         model = built(AUTO[head].from_config, config, "model.config", dtype=DTYPES[settings.dtype])
     if settings.quantize != "none":
         raise LaunchError(
-            f"random weights cannot be loaded in {settings.quantize}", "model.quantize", "set it to none"
+            f"model.quantize {settings.quantize} is for weights that exist, and this model begins with "
+            "random ones",
+            "model.quantize",
+            "set it to none, or give model.path",
         )
     return model if is_keeping() else model.to(local_device(settings))
 

@@ -24,8 +24,8 @@ from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 HUB_TIMEOUT_S = 10.0
 ADAPTER_FILE = "adapter_config.json"
 NO_CODE_FIX = (
-    "memtrain runs no code from the hub: use a model that transformers knows, update transformers, or "
-    "download the model again"
+    "memtrain runs no code from the hub unasked (docs/security.md): use a model that transformers knows, "
+    "update transformers, or download the model again"
 )
 
 

@@ -68,6 +68,11 @@ class Report:
     host: HostEvent | None = None
     """The last step whose host time was measured."""
 
+    def __repr__(self) -> str:
+        """A line: the fields hold every step of the run."""
+        words = f"{len(self.steps):,} steps, loss {loss_words(figures_of(self))}"
+        return f"Report({self.name}: {state_of(self)}, {words}; fields: {', '.join(self.__slots__)})"
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseMemory:

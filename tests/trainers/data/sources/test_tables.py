@@ -101,5 +101,5 @@ def test_half_a_character_in_a_column_for_rewards_is_a_bad_row(tmp_path):
         path.write_text(json.dumps(row) + "\n")
         with pytest.raises(DataError) as error:
             prompts(tmp_path, path)
-        assert error.value.faults[0].what == "the text holds \\ud83d, half of a character pair"
+        assert error.value.faults[0].what == "the text holds \\ud83d, half of a surrogate pair"
         assert error.value.faults[0].where == f"{path}:1"

@@ -68,7 +68,7 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
     "half a character": (
         "d.jsonl",
         GOOD + b'{"prompt": "\\ud83d", "completion": "b"}\n',
-        "the text holds \\ud83d, half of a character pair",
+        "the text holds \\ud83d, half of a surrogate pair",
         "{file}:2",
         "fix the escapes in the file",
     ),

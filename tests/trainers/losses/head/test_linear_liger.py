@@ -73,5 +73,5 @@ def test_ligers_loss_and_ours_are_the_same(uniform: bool, terms: dict[str, float
 
 def test_an_adapter_on_the_head_is_refused_with_the_way_out():
     hidden, weight, targets = operands()
-    with pytest.raises(LaunchError, match="adds a second product"):
+    with pytest.raises(LaunchError, match="this one has an adapter"):
         liger_nll([(hidden, weight), (hidden, weight)], targets, torch.ones(13))
