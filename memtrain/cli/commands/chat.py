@@ -20,6 +20,14 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.7,
+    as_text: Annotated[
+        bool | None,
+        typer.Option(
+            "--text/--template",
+            help="Continue the prompt as it stands, or write it by the chat template. Not given: as in the "
+            "run's rows.",
+        ),
+    ] = None,
 ) -> None:
     """Talk with the model of a finished run; /reset forgets the turns, /quit or Ctrl-D ends."""
     from memtrain.errors import printable
@@ -27,10 +35,15 @@ def chat(
 
     trained = text_model(run)
     hide_progress_bars()
-    from memtrain.trainers.tools.chat import Chat
+    from memtrain.trainers.tools.chat import Chat, is_trained_on_text
 
-    talk = Chat(trained, system)
-    if not talk.has_template:
+    is_text = as_text if as_text is not None else system is None and is_trained_on_text(run)
+    talk = Chat(trained, system, as_text=is_text)
+    if as_text is None and is_text:
+        print_text(
+            "The run's rows were strings: each text is continued as it stands (--template: as a chat)."
+        )
+    elif not talk.has_template and not is_text:
         print_text("The tokenizer has no chat template: each text is continued as it stands.")
     for text in [prompt] if prompt is not None else _turns():
         if text == "/reset":

@@ -34,11 +34,12 @@ class _Written(TextStreamer):
 class Chat:
     """A trained model, and the messages so far."""
 
-    def __init__(self, trained: TrainedModel, system: str | None = None) -> None:
-        """Load the model. Raises: LaunchError when it cannot be loaded."""
+    def __init__(self, trained: TrainedModel, system: str | None = None, *, as_text: bool = False) -> None:
+        """Load the model; `as_text`: without its chat template. Raises: LaunchError when it cannot be
+        loaded."""
         self.tokenizer = load_tokenizer(str(trained.folder))
         self.model = load_trained(trained, len(self.tokenizer))
-        self.has_template = template_of(self.tokenizer) is not None
+        self.has_template = template_of(self.tokenizer) is not None and not as_text
         self.system = system
         self.messages: list[dict[str, str]] = []
         self.reset()
@@ -76,6 +77,12 @@ class Chat:
         if self.has_template:
             self.messages.append({"role": "assistant", "content": answer})
         return answer
+
+
+def is_trained_on_text(run: Path) -> bool:
+    """Whether the rows of a run were strings, written by no chat template: its model continues text."""
+    path = run / PLAN_FILE
+    return path.is_file() and read_plan(path, reveals=False).data.turn_end is None
 
 
 def load_trained(trained: TrainedModel, vocab_size: int) -> Any:
