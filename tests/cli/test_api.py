@@ -120,4 +120,4 @@ def test_what_is_printed_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder = RunFolder(tmp_path / "run")
     with folder.open_for_run():
         report = load_report(folder)
-    assert repr(report).startswith("Report(run: not started, 0 steps, loss no step yet; fields: name, plan")
+    assert repr(report) == "Report(run: not started, no step yet)"

@@ -69,9 +69,7 @@ class Report:
     """The last step whose host time was measured."""
 
     def __repr__(self) -> str:
-        """A line: the fields hold every step of the run."""
-        words = f"{len(self.steps):,} steps, loss {loss_words(figures_of(self))}"
-        return f"Report({self.name}: {state_of(self)}, {words}; fields: {', '.join(self.__slots__)})"
+        return f"Report({self.name}: {state_of(self)}, {loss_words(figures_of(self))})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +208,7 @@ def state_of(report: Report) -> str:
 
 
 def summary(folder: RunFolder) -> RenderableType:
-    """Summary that the terminal shows at the end of a run: the figures, memory by phase, rows and losses of
-    them.
+    """Summary at the end of a run on the terminal: the figures, memory by phase, rows and losses of them.
 
     Raises: as `load_report`.
     """
