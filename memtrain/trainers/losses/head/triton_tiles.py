@@ -32,8 +32,8 @@ def score_rows(
     entropy,
     correct,
     squares,
-    num_columns,
     slope,
+    NUM_COLUMNS: tl.constexpr,  # noqa: N803
     WANT_MEAN: tl.constexpr,  # noqa: N803
     WANT_ENTROPY: tl.constexpr,  # noqa: N803
     WANT_CORRECT: tl.constexpr,  # noqa: N803
@@ -44,7 +44,7 @@ def score_rows(
     row = tl.program_id(0).to(tl.int64)
     start = tile + row * stride
     columns = tl.arange(0, BLOCK)
-    inside = columns < num_columns
+    inside = columns < NUM_COLUMNS
     z = tl.load(start + columns, mask=inside, other=-float("inf")) * slope
     highest = tl.max(z, 0)
     exp = tl.exp(z - highest)
@@ -52,8 +52,8 @@ def score_rows(
     weighted = tl.sum(tl.where(inside, exp * (z - highest), 0.0), 0)
     square = tl.sum(exp * exp, 0)
     plain = tl.sum(tl.where(inside, z, 0.0), 0)
-    for first in range(BLOCK, num_columns, BLOCK):
-        inside = first + columns < num_columns
+    for first in range(BLOCK, NUM_COLUMNS, BLOCK):
+        inside = first + columns < NUM_COLUMNS
         z = tl.load(start + first + columns, mask=inside, other=-float("inf")) * slope
         now = tl.maximum(highest, tl.max(z, 0))
         shrunk = tl.exp(highest - now)
@@ -70,7 +70,7 @@ def score_rows(
     tl.store(logp + row, (target - highest) - log_total)
     tl.store(log_z + row, highest + log_total)
     if WANT_MEAN:
-        tl.store(mean + row, plain / num_columns)
+        tl.store(mean + row, plain / NUM_COLUMNS)
     if WANT_ENTROPY:
         tl.store(entropy + row, log_total - weighted / total)
     if WANT_CORRECT:
