@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from memtrain.errors import LaunchError
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.losses.head.request import LogprobRequest, NllRequest
 from memtrain.trainers.model.attention.functions import set_attention
 from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.heads.build import configure_loss, scorer_of
 from memtrain.trainers.model.heads.lm_head import Scorer, base_model, head_form, head_of, verify_head
 
 VOCAB = 128
@@ -248,3 +252,15 @@ def test_autocast_scores_in_fp32(tiny_llama):
     assert logp.dtype == torch.float32
     assert model.lm_head.weight.grad.dtype == torch.float32
     torch.testing.assert_close(logp, expected, rtol=0, atol=5e-2)
+
+
+def test_every_form_of_the_settings_reaches_the_rule(
+    tiny_model: Callable[..., Any], make_settings: Callable[..., Settings]
+):
+    settings = make_settings(loss="chunked", loss_kernel="triton", loss_tile_bytes=4096)
+    scorer: Any = scorer_of(tiny_model(num_hidden_layers=1), "lm", settings)
+    assert (scorer.form.is_chunked, scorer.form.is_liger) == (True, False)
+    rule = scorer.form.rule(0.5)
+    assert (rule.tile_bytes, rule.kernel, rule.temperature) == (4096, "triton", 0.5)
+    configure_loss(scorer, settings.model_copy(update={"loss": "full", "loss_kernel": "torch"}))
+    assert (scorer.form.is_chunked, scorer.form.kernel) == (False, "torch")
