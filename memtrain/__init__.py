@@ -15,6 +15,8 @@ _API = ("load_recipe", "plan", "train", "inspect_lengths")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "api":
+        return importlib.import_module("memtrain.api")
     if name in _API:
         return getattr(importlib.import_module("memtrain.api"), name)
     raise AttributeError(f"module 'memtrain' has no attribute '{name}'")
