@@ -47,6 +47,7 @@ STAGES = (
     Stage("fused kernels", (), ("kernels",)),
     Stage("compiled layers", (), ("compiled",)),
     Stage("the loss", "loss"),
+    Stage("the loss's kernel", (), ("loss_kernel",)),
     Stage("checkpointing", "checkpointing", with_it=("offloading", "weights on the host")),
     Stage("offloading", "offloading"),
     Stage("float32 copies", "copies"),

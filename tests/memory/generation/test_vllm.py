@@ -134,7 +134,10 @@ def test_a_server_needs_no_memory_here(ask: Ask, on_h100: PlannerInputs):
     [
         ({"model__quantize": "8bit", "model__adapter": {}, "generate__vllm": PYTHON}, "8bit with vLLM"),
         ({"generate__vllm": PYTHON | {"devices": (1, 2)}}, "generate.vllm.devices names 2"),
-        ({"generate__vllm": PYTHON | {"devices": 1, "sleep": "level1"}}, "vLLM has to itself"),
+        (
+            {"generate__vllm": PYTHON | {"devices": 1, "sleep": "level1"}},
+            "has no effect: vLLM has devices of its own",
+        ),
         ({}, "vLLM is not installed beside memtrain"),
     ],
 )

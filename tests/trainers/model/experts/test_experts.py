@@ -195,7 +195,10 @@ def test_an_adapter_of_named_stacks_loads_in_peft_and_merges_to_the_sum(tmp_path
         ({"target_parameters": ["experts.dwn_proj"]}, "no stack of experts experts.dwn_proj"),
         ({"target_parameters": ["experts.dwn_proj"]}, "such as experts.down_proj"),
         ({"target_modules": ["gate_proj"]}, "named in model.adapter.target_parameters"),
-        ({"target_modules": ["all-linear"], "dropout": 0.1}, "dropout of adapters on experts"),
+        (
+            {"target_modules": ["all-linear"], "dropout": 0.1},
+            "experts among its targets, for which PEFT has no dropout",
+        ),
         ({"target_parameters": ["down_proj"], "kind": "dora"}, "leave the experts out"),
     ],
 )

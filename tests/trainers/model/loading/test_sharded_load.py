@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from trace_cases import BASE
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,6 +16,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.model.heads.reward_head import in_float
 from memtrain.trainers.model.loading.adapters import add_adapter
@@ -24,6 +27,19 @@ from memtrain.trainers.model.loading.sharded_load import empty_model, is_empty
 from memtrain.trainers.runtime.weight_layout import rows_of
 
 WORLD = 3
+
+
+def empty(
+    folder: Path,
+    config: Any,
+    auto: Any = AutoModelForCausalLM,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **more: Any,
+) -> Any:
+    """A model of a folder without data, nothing of it quantized."""
+    at = {"dtype": dtype, "device": torch.device("cpu")}
+    return empty_model(origin(folder), config, Settings(**BASE), auto, **at, **more)
 
 
 def stretch_of(rank: int) -> Callable[[torch.Size], range]:
@@ -127,7 +143,7 @@ def test_parts_of_a_model_in_files_are_those_of_the_model(tmp_path: Path, tied: 
     model = saved(tmp_path, tied=tied, shard=shard)
     for rank in range(WORLD):
         with kept_in_parts(stretch_of(rank)):
-            made = empty_model(origin(tmp_path), model.config, torch.float32, AutoModelForCausalLM)
+            made = empty(tmp_path, model.config)
         assert is_empty(made)
         assert (made.lm_head.weight is made.model.embed_tokens.weight) == tied
         kept, expected = kept_of(made), dict(model.named_parameters())
@@ -146,13 +162,7 @@ def test_the_head_of_a_new_reward_model_is_drawn_as_transformers_draws_it(tmp_pa
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path, config=model.config)
     torch.manual_seed(5)
     with kept_in_parts(stretch_of(0)):
-        made = empty_model(
-            origin(tmp_path),
-            model.config,
-            torch.float32,
-            AutoModelForSequenceClassification,
-            may_miss=SCORE_HEADS,
-        )
+        made = empty(tmp_path, model.config, AutoModelForSequenceClassification, may_miss=SCORE_HEADS)
     torch.testing.assert_close(
         kept_of(made)["score.weight"].numbers(range(16))[None], whole.score.weight.detach(), rtol=0, atol=0
     )
@@ -168,10 +178,10 @@ def test_files_with_other_names_or_shapes_are_left_to_transformers(tmp_path: Pat
     ):
         save_file(tensors, file, {"format": "pt"})
         with pytest.raises(NeedsWhole), kept_in_parts(stretch_of(0)):
-            empty_model(origin(tmp_path), model.config, torch.float32, AutoModelForCausalLM)
+            empty(tmp_path, model.config)
     file.rename(tmp_path / "other.safetensors")
     with pytest.raises(NeedsWhole), kept_in_parts(stretch_of(0)):
-        empty_model(origin(tmp_path), model.config, torch.float32, AutoModelForCausalLM)
+        empty(tmp_path, model.config)
 
 
 def test_each_rank_reads_its_part_of_experts_that_files_have_apart(tmp_path: Path):
@@ -180,7 +190,7 @@ def test_each_rank_reads_its_part_of_experts_that_files_have_apart(tmp_path: Pat
     model = AutoModelForCausalLM.from_config(configured("qwen3_moe", **experts))
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     with kept_in_parts(stretch_of(1)):
-        made = empty_model(origin(tmp_path), model.config, torch.bfloat16, AutoModelForCausalLM)
+        made = empty(tmp_path, model.config, dtype=torch.bfloat16)
     kept, expected = kept_of(made), dict(model.named_parameters())
     assert kept.keys() == expected.keys()
     for name, one in kept.items():
