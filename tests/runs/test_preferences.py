@@ -187,6 +187,15 @@ def test_kto_is_tried_before_it_starts_with_a_reference_that_was_asked_before(tm
     assert len(losses(told)) == 2
 
 
+def test_ktos_heaviest_rows_are_tried_though_no_step_mixes_them(tmp_path: Path, cache: Path):
+    """Three steps never mix the heaviest rows: the reference was not asked for their mixed pairs."""
+    overrides = ["train.max_steps=3", "eval.every_steps=null", "memory.preflight=on", "cluster.threads=1"]
+    run_recipe("kto", "smoke/kto", [*overrides, f"data.cache_dir={cache}"], run_dir=str(tmp_path / "run"))
+    told = lines(tmp_path / "run")
+    assert "dry run: steady step" in {line["phase"] for line in told if line["kind"] == "memory"}
+    assert len(losses(told)) == 3
+
+
 def test_conversations_with_a_common_beginning_are_pairs(tmp_path: Path, cache: Path):
     """The prompt is what both begin with: the system's and the user's message."""
 

@@ -194,15 +194,17 @@ def one_step(run: Run, work: StepWork, rollout_s: float = 0.0) -> None:
         )
 
 
-def whole_gradients(run: Run, work: StepWork) -> dict[str, Tensor]:
+def whole_gradients(run: Run, work: StepWork, *, is_trial: bool = False) -> dict[str, Tensor]:
     """Gradients of a step, summed over the ranks; the sums of this rank, with `loss`.
+
+    `is_trial`: its sequences are put together to try the memory, and are no step's.
 
     Raises: Exhausted, on every rank, when memory runs out whatever is done.
     """
     seed, feed = run.plan.recipe.train.seed, run.steps.feed
 
     def act(parts: list[Part], cursor: Cursor) -> dict[str, Tensor]:
-        before_step(run, feed, work.sequences, [part.sequences for part in parts])
+        before_step(run, feed, work.sequences, [part.sequences for part in parts], is_trial=is_trial)
 
         def seed_part(index: int) -> None:
             part = parts[index]

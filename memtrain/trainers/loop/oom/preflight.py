@@ -175,10 +175,10 @@ def _steps(run: Run, heaviest: Heaviest) -> None:
     set_rate(run.step.optimizer, 0.0)
     if not run.step.optimizer.state:
         with run.watch.phase(f"{DRY_RUN}first step"):
-            whole_gradients(run, work)
+            whole_gradients(run, work, is_trial=True)
             _step_nowhere(run)
     with run.watch.phase(f"{DRY_RUN}steady step"):
-        whole_gradients(run, work)
+        whole_gradients(run, work, is_trial=True)
         run.step.optimizer.zero_grad(set_to_none=True)
 
 
