@@ -128,8 +128,9 @@ class RunFolder:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
                 lock = take_lock(self.lock, self.path, made=missing)
             except OSError as error:
-                # A last owner that has just removed the empty folder gives ENOENT.
-                if error.errno != errno.ENOENT or is_last:
+                # A last owner has just removed the empty folder: ENOENT, or EEXIST where the folder went
+                # between the attempt to make it and the look whether it is there.
+                if error.errno not in (errno.ENOENT, errno.EEXIST) or is_last:
                     raise disk_fault(error, doing, self.path) from None
                 continue
             self._tidy(lock)

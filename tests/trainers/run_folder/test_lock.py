@@ -1,9 +1,11 @@
 """Who holds a run folder: known by boot and ticks, handed to ranks, given back, never held by the dead."""
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,6 +138,23 @@ def test_a_folder_that_stayed_empty_goes_again_and_others_stay(tmp_path: Path):
     with folder.open_for_run():
         pass
     assert sorted(path.name for path in folder.path.iterdir()) == ["plan.json"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EEXIST])
+def test_a_folder_that_its_last_owner_removes_meanwhile_is_made_again(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    plain, failures = Path.mkdir, [OSError(number, os.strerror(number))] * 3
+
+    def mkdir(path: Path, *words: Any, **named: Any) -> None:
+        if path.name == "checkpoints" and failures:
+            raise failures.pop()
+        plain(path, *words, **named)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with RunFolder(tmp_path / "run").open_for_run():
+        assert (tmp_path / "run" / "checkpoints").is_dir()
+    assert not failures
 
 
 def test_two_that_begin_at_once_are_one(tmp_path: Path):
