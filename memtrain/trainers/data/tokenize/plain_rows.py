@@ -58,9 +58,9 @@ def columns_of(form: str, names: Names, kind: str, rendering: Rendering) -> Colu
     # Where prompts are trained on too, spans begin elsewhere.
     if form != kind or not fields or (len(fields) > 1 and not rendering.completion_only):
         return None
-    prompt = fields[-2] if len(fields) > 1 else None
-    used = used_columns(form, names)
-    return Columns(prompt and getattr(names, prompt), getattr(names, fields[-1]), used)
+    columns = [getattr(names, field) for field in fields]
+    prompt = columns[-2] if len(columns) > 1 else None
+    return Columns(prompt, columns[-1], used_columns(form, names))
 
 
 def plain_texts(

@@ -46,8 +46,8 @@ class RouterReplay:
     @contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:
         """A pass inside chooses by itself; afterwards the function gives its choices, int16 [T, L, K]."""
-        self._routes_LTK, self._taken = None, [None] * self.num_routers
-        taken = self._taken
+        taken: list[Tensor | None] = [None] * self.num_routers
+        self._routes_LTK, self._taken = None, taken
         try:
             yield lambda: torch.stack([one for one in taken if one is not None], 1).short()
         finally:

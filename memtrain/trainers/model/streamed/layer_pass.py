@@ -162,7 +162,7 @@ class LayerPass:
                 x_BSW = x_BTW[:, part.begin : part.end].detach().requires_grad_(dx_BTW is not None)
                 with suppress(KeysKnown):
                     self._output_of(x_BSW, part, keys)
-            made, keys.met = keys.met, ()
+            made, keys.met = list(keys.met), ()
             if not any(one.requires_grad for one in made):
                 continue
             grads = keys.gradients(slice(part.begin, part.end), made[0].dtype)

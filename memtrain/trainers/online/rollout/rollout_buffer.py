@@ -170,7 +170,7 @@ def new_window(
     )
 
 
-def _routes(samples: Sequence[Sequence[Sample]]) -> dict[str, NDArray[np.int16]]:
+def _routes(samples: Sequence[Sequence[Sample]]) -> dict[str, Any]:
     """The experts of all tokens, where the sampler recorded them."""
     of_prompts = [group[0].routes for group in samples if group]
     own = [sample.routes for group in samples for sample in group]
