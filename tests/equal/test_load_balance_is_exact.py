@@ -18,7 +18,7 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build.balanced import AUX_LOSS, micro_batch_of
 from memtrain.trainers.build.bare_steps import Stepper
 from memtrain.trainers.build.components import build
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.tools.verify.fixed_rollout import Rollouts, online_source
 
 SIZE = "hidden_size: 32, num_hidden_layers: 3, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8"

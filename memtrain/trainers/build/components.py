@@ -39,7 +39,8 @@ from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.attention.isolation_check import verify_causal, verify_isolation, verify_slices
 from memtrain.trainers.model.attention.padding_check import verify_padding
-from memtrain.trainers.model.heads.lm_head import Scorer, base_model, verify_head
+from memtrain.trainers.model.heads.backbone import base_model
+from memtrain.trainers.model.heads.lm_head import Scorer, verify_head
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.heads.value_head import ValueScorer
 from memtrain.trainers.model.kernels.apply import apply_kernels

@@ -31,7 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.heads.value_head import ValueScorer
 from memtrain.trainers.model.quantized.packed import shardable
 from memtrain.trainers.optim.step import DistributedStep

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.attention.own_positions import upstream_positions
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.heads.reward_head import RewardScorer, head_of_rewards
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.model.loading.scoring_pad import with_scoring_pad

@@ -18,7 +18,8 @@ from memtrain.trainers.loop.early_stopping import end_words
 from memtrain.trainers.loop.final_scores import check_final_scores
 from memtrain.trainers.loop.loop import Run
 from memtrain.trainers.model.attention import attention_switched
-from memtrain.trainers.model.heads.lm_head import Scorer, base_model
+from memtrain.trainers.model.heads.backbone import base_model
+from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.heads.value_head import ValueScorer, save_value, value_of
 from memtrain.trainers.model.loading.save import save_final

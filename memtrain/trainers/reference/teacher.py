@@ -21,7 +21,8 @@ from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.attention.isolation_check import verify_causal, verify_isolation
 from memtrain.trainers.model.attention.padding_check import verify_padding
-from memtrain.trainers.model.heads.lm_head import Scorer, base_model, verify_head
+from memtrain.trainers.model.heads.backbone import base_model
+from memtrain.trainers.model.heads.lm_head import Scorer, verify_head
 from memtrain.trainers.model.loading.load import load_model
 from memtrain.trainers.model.loading.sharded_load import made_in_parts
 from memtrain.trainers.protocols.feed import Feed

@@ -18,7 +18,7 @@ from memtrain.memory.plan.plan import PhasePeak, Plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.loop.oom.recover import Exhausted
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.loading.module_shapes import counted_shape
 
 NUM_OWNERS = 5

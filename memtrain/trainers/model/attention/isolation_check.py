@@ -23,8 +23,8 @@ from memtrain.trainers.model.attention.own_positions import upstream_positions
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout, shared_layout
 from memtrain.trainers.model.attention.run_device import run_device
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
+from memtrain.trainers.model.heads.backbone import backbone_of, base_model
 from memtrain.trainers.model.heads.context_parallel_scoring import sliced
-from memtrain.trainers.model.heads.lm_head import backbone_of, base_model
 
 LENGTHS = (13, 9)
 """Tokens of the two rows, or of a prompt and of each of its two completions: short, and not alike."""

@@ -13,7 +13,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.model_shape.length_rules import length_rules, probe_lengths
 from memtrain.trainers.model.attention.isolation_check import LENGTHS, alone_bound, draw, undisturbed
 from memtrain.trainers.model.attention.own_positions import upstream_positions
-from memtrain.trainers.model.heads.lm_head import backbone_of, base_model
+from memtrain.trainers.model.heads.backbone import backbone_of, base_model
 
 
 def verify_padding(model: nn.Module, *, longest: int | None = 0, by_row: bool = False) -> float:

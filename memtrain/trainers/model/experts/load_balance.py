@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.model.heads.lm_head import backbone_of, base_model
+from memtrain.trainers.model.heads.backbone import backbone_of, base_model
 
 
 class LoadBalance:

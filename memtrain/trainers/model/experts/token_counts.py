@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.trainers.model.experts.forward import is_experts
-from memtrain.trainers.model.heads.lm_head import backbone_of, base_model
+from memtrain.trainers.model.heads.backbone import backbone_of, base_model
 
 
 class TokenCounts:

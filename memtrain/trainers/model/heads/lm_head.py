@@ -23,6 +23,7 @@ from memtrain.trainers.model.attention.functions import NAMES
 from memtrain.trainers.model.attention.row_layout import packed_layout
 from memtrain.trainers.model.attention.run_device import run_device
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
+from memtrain.trainers.model.heads.backbone import backbone_of, base_model, head_of
 from memtrain.trainers.model.heads.context_parallel_scoring import over_slices
 from memtrain.trainers.model.heads.padded_rows import end_to_end
 
@@ -99,33 +100,6 @@ class Scorer(nn.Module):
             "mixed precision rounded the loss: its output_dtype must be fp32"
         )
         return answer
-
-
-def base_model(model: nn.Module) -> PreTrainedModel:
-    """The causal LM itself, its adapters still in place."""
-    return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
-
-
-def head_of(base: PreTrainedModel) -> nn.Module:
-    """The module that turns hidden states into logits. Raises LaunchError where there is none."""
-    head = base.get_output_embeddings()
-    if head is None:
-        raise LaunchError(
-            f"{type(base).__name__} has no LM head",
-            "model.path",
-            "use a model whose class ends in ForCausalLM",
-        )
-    return head
-
-
-def backbone_of(base: PreTrainedModel) -> nn.Module:
-    """The module that turns ids into the hidden states that the head reads."""
-    # transformers takes any part called `decoder` for it: in ModernBERT that is the head.
-    no_backbones = (base, base.get_output_embeddings())
-    for found in (base.get_decoder(), base.base_model):
-        if found not in no_backbones:
-            return found
-    return cast(nn.Module, base.model)
 
 
 def head_form(config: PretrainedConfig) -> HeadForm:

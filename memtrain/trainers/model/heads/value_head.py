@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memtrain.trainers.losses.head.linear import LogprobResult
 from memtrain.trainers.losses.head.request import LogprobRequest, Request
-from memtrain.trainers.model.heads.lm_head import Scorer, base_model, head_of
+from memtrain.trainers.model.heads.backbone import base_model, head_of
+from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.reward_head import head_of_rewards, in_float
 from memtrain.trainers.model.loading.save import save_final
 from memtrain.trainers.runtime.atomic_files import disk_fault, system_errors

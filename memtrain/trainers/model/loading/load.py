@@ -21,7 +21,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.reading.token_files import tokens_of
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.attention.own_positions import take_own_positions
-from memtrain.trainers.model.heads.lm_head import backbone_of
+from memtrain.trainers.model.heads.backbone import backbone_of
 from memtrain.trainers.model.loading.added_tokens import grow_embeddings
 from memtrain.trainers.model.loading.locate import (
     Origin,

@@ -21,7 +21,7 @@ from memtrain.memory.model_shape.layer_parts import Counts, ExpertStack, Linear
 from memtrain.memory.model_shape.shape import ModelShape, shape_of
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.experts.forward import is_experts, stacks_of
-from memtrain.trainers.model.heads.lm_head import backbone_of
+from memtrain.trainers.model.heads.backbone import backbone_of
 from memtrain.trainers.model.loading.adapter_targets import check_quantized, check_targets
 from memtrain.trainers.model.loading.load import AUTO, check_config
 from memtrain.trainers.model.loading.locate import built, make_config

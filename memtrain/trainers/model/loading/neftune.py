@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memtrain.trainers.model.attention.row_layout import Layout
-from memtrain.trainers.model.heads.lm_head import backbone_of
+from memtrain.trainers.model.heads.backbone import backbone_of
 
 # B rows, T tokens, D width.
 

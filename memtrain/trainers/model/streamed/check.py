@@ -17,7 +17,7 @@ from memtrain.trainers.model.attention import NAMES, attention_switched
 from memtrain.trainers.model.attention.isolation_check import alone_bound, draw, undisturbed
 from memtrain.trainers.model.attention.row_layout import packed_layout
 from memtrain.trainers.model.attention.run_device import run_device
-from memtrain.trainers.model.heads.lm_head import backbone_of, base_model
+from memtrain.trainers.model.heads.backbone import backbone_of, base_model
 from memtrain.trainers.model.offload.weights import weights_of
 from memtrain.trainers.model.streamed.apply import other_slices
 from memtrain.trainers.model.streamed.layer_pass import FIX

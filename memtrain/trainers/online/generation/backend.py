@@ -15,7 +15,8 @@ from memtrain.memory.model_shape.length_rules import PROBE_PAST, length_rules, r
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.rules.attention import AttentionBackend, model_facts
 from memtrain.trainers.build.components import Built, longest_row
-from memtrain.trainers.model.heads.lm_head import Scorer, base_model
+from memtrain.trainers.model.heads.backbone import base_model
+from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.online.generation.decode_graphs import CudaGraphs, DecodeGraphs
 from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.lockstep import Lockstep

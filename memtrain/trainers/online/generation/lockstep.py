@@ -13,7 +13,7 @@ from torch import nn
 
 from memtrain.trainers.model.attention.functions import NAMES
 from memtrain.trainers.model.attention.row_layout import packed_layout
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.experts.router_replay import RouterReplay
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.loading.compiled_layers import as_written
 from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs
 from memtrain.trainers.online.generation.decoding import Decoder, Written

@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError, OutOfMemory
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.online.generation.protocol import Group, Sample, Sampler, Sampling
 from memtrain.trainers.online.generation.transformers_sampler import FORMS, Form
 from memtrain.trainers.online.vllm.weight_check import furthest

@@ -21,7 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers import StoppingCriteriaList as Criteria
 
 from memtrain.trainers.model.attention import NAMES, attention_switched
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.online.generation.native_sampler import Decode
 from memtrain.trainers.online.generation.protocol import Finish, Group, OnDone, Sample, Sampling
 from memtrain.trainers.online.generation.token_sampling import choose

@@ -19,7 +19,7 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.build.components import Built
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.online.generation.completions_log import COMPLETIONS_FILE, as_text, show
 from memtrain.trainers.online.generation.protocol import Sample
 from memtrain.trainers.online.rewards.early import Early

@@ -16,7 +16,7 @@ from memtrain.memory.generation.vllm import BLOCK_TOKENS
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.vllm import Vllm
 from memtrain.trainers.build.components import Built
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.online.generation.protocol import Sampler
 from memtrain.trainers.online.vllm.process import Launch
 from memtrain.trainers.online.vllm.sampler import VllmSampler

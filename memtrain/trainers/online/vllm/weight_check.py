@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.online.generation.protocol import Group, Sample, Sampling
 from memtrain.trainers.online.generation.transformers_sampler import own_attention
 

@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.experts.adapters import merged_stacks
 from memtrain.trainers.model.experts.forward import is_experts
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.quantized.linear import PackedLinear, unpacked
 from memtrain.trainers.model.quantized.packed import parts_in
 from memtrain.trainers.runtime.allocator import fixed_segments

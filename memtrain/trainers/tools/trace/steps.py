@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memtrain.trainers.build.balanced import own_method
 from memtrain.trainers.memory_meter.live_tensors import Recorder
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.online.rollout.protocol import OnlineMethod
 from memtrain.trainers.online.rollout.scoring_passes import policy_pass, reference_pass
 from memtrain.trainers.protocols.method import StepPreview

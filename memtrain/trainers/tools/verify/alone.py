@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.attention.isolation_check import alone_bound, own_kernel
 from memtrain.trainers.model.attention.own_positions import upstream_positions
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.protocols.feed import Ints
 from memtrain.trainers.reference.reference import evaluating
 from memtrain.trainers.tools.verify.contamination import hidden_of, micro_batch_of, rows_of

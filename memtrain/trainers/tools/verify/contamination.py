@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.attention.isolation_check import seen_bound
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.protocols.feed import Ints
 from memtrain.trainers.reference.reference import evaluating
 from memtrain.trainers.tools.verify.record import Side

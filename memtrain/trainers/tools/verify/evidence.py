@@ -21,7 +21,7 @@ from memtrain.memory.strategies.registry import used_in
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.batches.token_batches import TokenFeed
 from memtrain.trainers.build.components import Built
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.model.offload.weights import weights_of
 from memtrain.trainers.model.streamed.apply import StreamedForward

@@ -22,7 +22,7 @@ from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.online.generation.completions_log import COMPLETIONS_FILE
 from memtrain.trainers.online.generation.distributed_sampler import Generating

@@ -14,7 +14,7 @@ from memtrain.memory.rules.context_parallel import held_by
 from memtrain.memory.rules.precision import WITHOUT_COPIES
 from memtrain.memory.strategies.registry import without_strategies
 from memtrain.trainers.build.components import Built, build
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.protocols.feed import StepWork
 from memtrain.trainers.runtime.seed import torch_generator

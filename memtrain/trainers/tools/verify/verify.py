@@ -15,7 +15,7 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.memory.strategies.registry import used_in
 from memtrain.trainers.build.engine import make_accelerator
 from memtrain.trainers.checkpoints.manifest import device_name
-from memtrain.trainers.model.heads.lm_head import base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.offload.copy_engines import LazyEngine
 from memtrain.trainers.protocols.feed import StepWork
 from memtrain.trainers.tools.verify.alone import probe_alone

@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from memtrain.trainers.losses.head.linear_nll import NllOptions
 from memtrain.trainers.losses.head.request import LogprobRequest, NllRequest
-from memtrain.trainers.model.heads.lm_head import Scorer, base_model
+from memtrain.trainers.model.heads.backbone import base_model
+from memtrain.trainers.model.heads.lm_head import Scorer
 
 VOCAB, RANKS = 128, 2
 IDS = torch.randint(1, VOCAB, (RANKS, 17), generator=torch.Generator().manual_seed(7))

@@ -17,8 +17,9 @@ from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.losses.head.request import LogprobRequest, NllRequest
 from memtrain.trainers.model.attention.functions import set_attention
 from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.heads.backbone import base_model, head_of
 from memtrain.trainers.model.heads.build import configure_loss, scorer_of
-from memtrain.trainers.model.heads.lm_head import Scorer, base_model, head_form, head_of, verify_head
+from memtrain.trainers.model.heads.lm_head import Scorer, head_form, verify_head
 
 VOCAB = 128
 IDS = torch.randint(1, VOCAB, (2, 17), generator=torch.Generator().manual_seed(7))
