@@ -177,9 +177,10 @@ def inspect_lengths(
     Raises: RecipeError, DataError.
     """
     from memtrain.cli.commands.inspect_lengths import Words, inspected
+    from memtrain.trainers.data.length_report.notebook import ShownInspection
 
     words = Words(str(dataset), tuple(_words(overrides)), model, tokenizer, None, None)
-    return inspected(words, (), None, None)
+    return ShownInspection(**dict(inspected(words, (), None, None)))
 
 
 def _loaded(recipe: LoadedRecipe | str | Path) -> LoadedRecipe:

@@ -5,7 +5,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "memtrain").rglob("*.py"))
@@ -186,3 +189,27 @@ def test_nothing_that_is_kept_names_a_machine():
     texts = [ROOT / name for name in kept if Path(name).suffix in (".py", ".md", ".yaml", ".json", ".toml")]
     home = re.compile(r"(?<![\w.])/(home|Users|root)/\w+")
     assert not [name_of(path) for path in texts if path.is_file() and home.search(path.read_text())]
+
+
+def imported(tree: ast.Module, modules: set[str]) -> set[str]:
+    """The modules of the package that a module names anywhere: also in its functions, and for types only."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {one.name for one in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            members = {f"{node.module}.{one.name}" for one in node.names}
+            found |= members & modules or {node.module}
+    return found & modules
+
+
+def test_no_module_needs_itself_again():
+    """Packages are left out: their `__init__` holds a purpose, and what a user of the API imports."""
+    trees = {name.removesuffix(".py").replace("/", "."): tree for name, tree in TREES.items()}
+    modules = {name for name in trees if not name.endswith(".__init__")}
+    needed = {name: imported(trees[name], modules) - {name} for name in modules}
+    assert sum(map(len, needed.values())) > len(modules)
+    try:
+        TopologicalSorter(needed).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))

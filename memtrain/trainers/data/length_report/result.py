@@ -226,10 +226,3 @@ class Inspection(Section):
         )
 
     __str__ = __repr__
-
-    def _repr_html_(self) -> str:
-        """The page of `--html`, as notebooks show it."""
-        from memtrain.trainers.data.length_report.html import page
-        from memtrain.trainers.pages.page import framed
-
-        return framed(page(self))
