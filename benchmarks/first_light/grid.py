@@ -87,13 +87,14 @@ def sampled(count: int = NUM_POINTS, seed: int = 0) -> list[Point]:
     draw = random.Random(seed)
     left = list(possible())
     draw.shuffle(left)
+    values = {point: _values(point) for point in left}
     seen: Counter[str] = Counter()
     taken: list[Point] = []
     while left and len(taken) < count:
-        best = min(left, key=lambda point: _seen(point, seen))
+        best = min(left, key=lambda point: _seen(values[point], seen))
         left.remove(best)
         taken.append(best)
-        seen.update(_values(best))
+        seen.update(values[best])
     return taken
 
 
@@ -101,17 +102,17 @@ def _values(point: Point) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in point.as_json().items())
 
 
-def _seen(point: Point, seen: Counter[str]) -> tuple[float, int]:
+def _seen(values: tuple[str, ...], seen: Counter[str]) -> tuple[float, int]:
     """How often the values of a point were seen: by their shares, for some axes are longer than others."""
-    sizes = {
-        "method": len(METHODS),
-        "size": len(SIZES),
-        "length": len(LENGTHS),
-        "adapter": len(ADAPTERS),
-        "strategy": len(STRATEGIES),
-    }
-    shares = [seen[value] * sizes[value.partition("=")[0]] for value in _values(point)]
+    shares = [seen[value] * NUM_VALUES[value.partition("=")[0]] for value in values]
     return sum(shares), max(shares)
 
 
+NUM_VALUES = {
+    "method": len(METHODS),
+    "size": len(SIZES),
+    "length": len(LENGTHS),
+    "adapter": len(ADAPTERS),
+    "strategy": len(STRATEGIES),
+}
 GRID = sampled()
