@@ -28,9 +28,9 @@ from memtrain.trainers.checkpoints.manifest import (
     is_of_another_version,
     read_manifest,
 )
-from memtrain.trainers.checkpoints.parallel_write import NUM_THREADS
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.atomic_files import disk_fault, sync_file, sync_folder, write_whole
+from memtrain.trainers.runtime.parallel_write import NUM_THREADS
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.threads import do_all
 

@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from memtrain.trainers.checkpoints.parallel_write import write_tensors_at
+from memtrain.trainers.runtime.parallel_write import write_tensors_at
 from memtrain.trainers.runtime.safetensors_header import DTYPES
+from memtrain.trainers.runtime.safetensors_writer import begin_file
 
 State = Any
 """None, bool, int, float, str, tensor, numpy array; and lists, tuples and mappings of them."""
@@ -114,35 +114,9 @@ def _add_tensor(tensor: Tensor, name: str, taken: _Taken) -> str:
 
 
 def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file: length of the header, the header as JSON, the tensors end to end.
-
-    Source: https://github.com/huggingface/safetensors#format
-    """
-    widest_first = list(DTYPES)
-    ordered = sorted(tensors.items(), key=lambda item: widest_first.index(item[1].dtype))
-    # Without this entry transformers reads no file of weights.
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset_bytes = 0
-    for name, tensor in ordered:
-        end_bytes = offset_bytes + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset_bytes, end_bytes],
-        }
-        offset_bytes = end_bytes
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
     with open(path, "wb") as file:
-        file.write(len(encoded).to_bytes(8, "little"))
-        file.write(encoded)
-        file.flush()
-        start = file.tell()
-        ends = accumulate(tensor.nbytes for _, tensor in ordered)
-        write_tensors_at(
-            file.fileno(),
-            [(one, start + end - one.nbytes) for (_, one), end in zip(ordered, ends, strict=True)],
-        )
+        places = begin_file(file, tensors)
+        write_tensors_at(file.fileno(), [(tensors[name], place) for name, place in places.items()])
 
 
 def _names_in(node: Any) -> set[str]:

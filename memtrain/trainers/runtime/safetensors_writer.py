@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-import torch
 from torch import Tensor
 
 from memtrain.trainers.runtime.safetensors_header import DTYPES
@@ -18,10 +17,12 @@ from memtrain.trainers.runtime.safetensors_header import DTYPES
 def begin_file(file: BinaryIO, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Write the header of a file of such tensors, which may have no data; where each begins, in bytes.
 
-    The file gets its length, and the same bytes that `safetensors.torch.save_file` gives it.
+    Tensors of one dtype keep their order, and the file gets its length. With names in alphabetical order the
+    bytes are those of `safetensors.torch.save_file`. Raises: OSError.
     """
     widest_first = list(DTYPES)
-    ordered = sorted(tensors.items(), key=lambda one: (widest_first.index(one[1].dtype), one[0]))
+    ordered = sorted(tensors.items(), key=lambda one: widest_first.index(one[1].dtype))
+    # Without this entry transformers reads no file of weights.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places: dict[str, int] = {}
     offset = 0
@@ -37,12 +38,7 @@ def begin_file(file: BinaryIO, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     encoded += b" " * (-len(encoded) % 8)
     file.write(len(encoded).to_bytes(8, "little"))
     file.write(encoded)
+    file.flush()
     first = 8 + len(encoded)
     file.truncate(first + offset)
     return {name: first + place for name, place in places.items()}
-
-
-def write_bytes(tensor: Tensor, file: BinaryIO) -> None:
-    """Write the numbers of a tensor of any device where the file stands."""
-    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    file.write(flat.view(torch.uint8).numpy().data)

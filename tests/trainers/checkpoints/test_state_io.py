@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from memtrain.trainers.checkpoints import parallel_write
 from memtrain.trainers.checkpoints.state_io import load_state, save_state
+from memtrain.trainers.runtime import parallel_write
 from memtrain.trainers.runtime.safetensors_header import DTYPES
 
 

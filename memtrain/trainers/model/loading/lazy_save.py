@@ -19,7 +19,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from memtrain.trainers.model.loading.sharded_init import NeedsWhole
 from memtrain.trainers.model.loading.weight_files import INDEX
-from memtrain.trainers.runtime.safetensors_writer import begin_file, write_bytes
+from memtrain.trainers.runtime.parallel_write import write_tensors_at
+from memtrain.trainers.runtime.safetensors_writer import begin_file
 
 Make = Callable[[Sequence[str]], Mapping[str, Tensor]]
 """The weights of some names, with their numbers."""
@@ -76,7 +77,7 @@ def write_weights(model: PreTrainedModel, weights: LazyWeights, folder: Path, ma
     places: dict[str, tuple[Path, int]] = {}
     for name, held in split.filename_to_tensors.items():
         with (folder / name).open("wb") as file:
-            begun = begin_file(file, {one: saved[one] for one in held})
+            begun = begin_file(file, {one: saved[one] for one in sorted(held)})
         places |= {one: (folder / name, offset) for one, offset in begun.items()}
     for group in weights.groups:
         made = revert_weight_conversion(model, dict(weights.make(group)))
@@ -85,8 +86,7 @@ def write_weights(model: PreTrainedModel, weights: LazyWeights, folder: Path, ma
             expected = saved[name]
             assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), f"{name} is as planned."
             with path.open("r+b") as file:
-                file.seek(offset)
-                write_bytes(tensor, file)
+                write_tensors_at(file.fileno(), [(tensor, offset)])
     assert not places, f"Nobody made {', '.join(places)}."
     if split.is_sharded:
         index = {
