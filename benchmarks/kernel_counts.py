@@ -37,12 +37,13 @@ from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.planner.resolve import resolve
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.memory.rules.ledger import SourcedRecipe
+from memtrain.trainers.batches.tensors import with_tensors
 from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs, OperatorTape
 from memtrain.trainers.online.generation.decoding import Decoder
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
 from memtrain.trainers.online.generation.protocol import Group, Sampling
 from memtrain.trainers.tools.trace.fake_cuda import replaced
-from memtrain.trainers.tools.trace.fake_model import fakeify, without_data
+from memtrain.trainers.tools.trace.fake_model import fakeify
 from memtrain.trainers.tools.trace.liger import as_fake_liger
 from memtrain.trainers.tools.trace.operator_rules import with_operator_rules
 from memtrain.trainers.tools.trace.setup import build_step
@@ -201,7 +202,7 @@ def micro_batch(form: dict[str, Any]) -> dict[str, Any]:
             fakeify(model)
         cast = replace(
             cast,
-            micro_batches=[without_data(micro_batch, mode.from_tensor) for micro_batch in cast.micro_batches],
+            micro_batches=[with_tensors(micro_batch, mode.from_tensor) for micro_batch in cast.micro_batches],
         )
         stage = build_step(cast.model, cast.copy, recipe, settings, cast.micro_batches, is_fake=True)
         watch(cast.model, counter)

@@ -130,6 +130,11 @@ def sayable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def first_line_of(error: BaseException) -> str:
+    """The first line of another library's error, or its kind where it is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 MOST_WORDS = 2000
 """Letters of another library's error that are reported: a list of ten thousand weights is not read."""
 

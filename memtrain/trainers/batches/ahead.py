@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from memtrain.trainers.batches.tensors import with_tensors
 from memtrain.trainers.protocols.feed import Feed, Ints
 from memtrain.trainers.protocols.method import Batch
 
@@ -77,16 +77,3 @@ def _make(making: _Making, *, pins: bool) -> None:
 def _is_watched() -> bool:
     """Whether this thread's operators are watched: a tensor of another thread would not be counted."""
     return _get_current_dispatch_mode() is not None
-
-
-def with_tensors(value: Any, act: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a micro-batch with `act` done to each of its tensors, at any depth."""
-    if isinstance(value, Tensor):
-        return act(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        held = {one.name: getattr(value, one.name) for one in fields(value) if one.init}
-        return replace(value, **{name: with_tensors(one, act) for name, one in held.items()})
-    if isinstance(value, tuple):
-        parts = [with_tensors(one, act) for one in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value

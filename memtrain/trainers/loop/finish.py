@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from memtrain.errors import first_line_of
 from memtrain.memory.hardware.peak_history import note_run
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.build.components import Built
@@ -91,8 +92,7 @@ def _other_scores(run: Run, built: Built) -> str:
         return check_final_scores(built, feed).fault
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
         # The model is saved; classes of transformers fail on rows in ways of their own.
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return f"the scores of final/ in plain transformers were not checked: {lines[0]}"
+        return f"the scores of final/ in plain transformers were not checked: {first_line_of(error)}"
 
 
 def note_other_peaks(run: Run) -> None:
@@ -140,8 +140,10 @@ def sample(run: Run, built: Built) -> tuple[str, str]:
     try:
         return _written(run, built)
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return "", f"(no sample: {type(base_model(built.model)).__name__}.generate fails: {lines[0]})"
+        return (
+            "",
+            f"(no sample: {type(base_model(built.model)).__name__}.generate fails: {first_line_of(error)})",
+        )
     finally:
         built.model.train(was_training)
 

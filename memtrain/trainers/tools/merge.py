@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +18,12 @@ from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 from memtrain.trainers.model.loading.adapters import load_adapter
+from memtrain.trainers.model.loading.layers_of_files import without_data
 from memtrain.trainers.model.loading.lazy_save import LazyWeights, lazy_weights
 from memtrain.trainers.model.loading.load import DTYPES, load_model
 from memtrain.trainers.model.loading.locate import ADAPTER_FILE
 from memtrain.trainers.model.loading.save import refuse_to_overwrite, save_final, stop_at
-from memtrain.trainers.model.loading.sharded_init import NeedsWhole, kept_in_parts, kept_of
+from memtrain.trainers.model.loading.sharded_init import Kept, NeedsWhole
 from memtrain.trainers.online.rewards.reading import READING_FILE
 from memtrain.trainers.run_folder.folder import RunFolder
 
@@ -86,9 +87,8 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
 
     why_whole = ""
     try:
-        with kept_in_parts(lambda shape: range(shape.numel())):
-            empty = base()
-        model, num_modules, weights = fold_by_module(empty, str(folder.final), DTYPES[to])
+        empty, kept = without_data(base)
+        model, num_modules, weights = fold_by_module(empty, kept, str(folder.final), DTYPES[to])
         save_final(model, tokenizer, output, weights)
     except NeedsWhole as error:
         why_whole = str(error)
@@ -123,13 +123,14 @@ def fold(adapted: PeftModel, dtype: torch.dtype) -> tuple[PreTrainedModel, int]:
 
 @torch.no_grad()
 def fold_by_module(
-    base: PreTrainedModel, adapter: str, dtype: torch.dtype
+    base: PreTrainedModel, kept: Mapping[str, Kept], adapter: str, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, int, LazyWeights]:
     """The same of a model without data and a folder or hub id: its weights are made as they are written.
 
+    `kept`: of the model as `without_data` made it.
+
     Raises: NeedsWhole where a weight cannot be made without the others.
     """
-    kept = kept_of(base)
     adapted = load_adapter(base, adapter)
     layers = _adapted_layers(adapted)
     # A sum with weights without data would be a sum with nothing, and no error.

@@ -22,9 +22,10 @@ from memtrain.recipes.sections.model import Adapter, Model
 from memtrain.trainers.checkpoints.state_io import save_state
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 from memtrain.trainers.model.loading.adapters import add_adapter, load_adapter
+from memtrain.trainers.model.loading.layers_of_files import without_data
 from memtrain.trainers.model.loading.load import load_model
 from memtrain.trainers.model.loading.save import save_final
-from memtrain.trainers.model.loading.sharded_init import NeedsWhole, kept_in_parts
+from memtrain.trainers.model.loading.sharded_init import NeedsWhole
 from memtrain.trainers.tools.merge import fold, fold_by_module, merge_run
 
 TinyModel = Callable[..., Any]
@@ -294,9 +295,8 @@ def test_merging_module_by_module_writes_the_bytes_of_merging_the_whole(
 
     whole, num_modules = fold(load_adapter(loaded(), str(tmp_path / "adapter")), torch.float16)
     save_final(whole, tokenizer, tmp_path / "whole", max_shard_bytes=5000)
-    with kept_in_parts(lambda shape: range(shape.numel())):
-        empty = loaded()
-    model, number, weights = fold_by_module(empty, str(tmp_path / "adapter"), torch.float16)
+    empty, kept = without_data(loaded)
+    model, number, weights = fold_by_module(empty, kept, str(tmp_path / "adapter"), torch.float16)
     assert number == num_modules
     assert all(p.is_meta or name == "lm_head.weight" for name, p in model.named_parameters())
     save_final(model, tokenizer, tmp_path / "apart", weights, max_shard_bytes=5000)
@@ -315,7 +315,8 @@ def test_an_adapter_on_a_tied_weight_is_merged_in_the_whole_model(tmp_path: Path
         load_tokenizer("builtin:tiny"),
         tmp_path / "adapter",
     )
-    with kept_in_parts(lambda shape: range(shape.numel())):
-        empty = load_model(Model(path=str(tmp_path / "base")), SETTINGS, seed=0, vocab_size=40)
+    empty, kept = without_data(
+        lambda: load_model(Model(path=str(tmp_path / "base")), SETTINGS, seed=0, vocab_size=40)
+    )
     with pytest.raises(NeedsWhole, match="tied to others"):
-        fold_by_module(empty, str(tmp_path / "adapter"), torch.float32)
+        fold_by_module(empty, kept, str(tmp_path / "adapter"), torch.float32)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from memtrain.errors import DataError
+from memtrain.errors import DataError, first_line_of
 from memtrain.recipes.sections.data import Source
 
 HUB_TIMEOUT_S = 3.0
@@ -68,7 +68,7 @@ def hub_faults(source: Source, unreachable: str = "") -> Iterator[None]:
     except Exception as error:
         if unreachable:
             raise DataError(*nowhere(source, unreachable)) from None
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line_of(error)
         raise DataError(
             f"cannot load '{source.source}' (split '{source.split}') from the Hugging Face hub: {reason}",
             "data",

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from memtrain.errors import DataError
+from memtrain.errors import DataError, first_line_of
 from memtrain.recipes.formats.fields import BadRow, Row
 from memtrain.recipes.formats.json_text import MAX_DEPTH
 
@@ -72,8 +72,9 @@ def table_faults(path: Path, kind: str) -> Iterator[None]:
     except (pa.ArrowException, ValueError, TypeError, OverflowError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"not a {kind} file: {first}", str(path), "write the file again") from None
+        raise DataError(
+            f"not a {kind} file: {first_line_of(error)}", str(path), "write the file again"
+        ) from None
 
 
 def check_schema(schema: Any) -> None:
@@ -121,6 +122,8 @@ def row_at(batch: Any, at: int) -> Row | BadRow:
             what = f"column '{name}' is not UTF-8: byte 0x{byte:02x} at position {error.start}"
             return BadRow(what, "write the column as UTF-8, or as bytes")
         except (ValueError, TypeError, OverflowError) as error:
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            return BadRow(f"column '{name}' ({column.type}) cannot be read: {first}", "write it as a string")
+            return BadRow(
+                f"column '{name}' ({column.type}) cannot be read: {first_line_of(error)}",
+                "write it as a string",
+            )
     return row

@@ -16,7 +16,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from memtrain.errors import LaunchError
+from memtrain.errors import LaunchError, first_line_of
 from memtrain.trainers.model.loading.generation_config import storable
 from memtrain.trainers.model.loading.lazy_save import LazyWeights, write_weights
 from memtrain.trainers.model.loading.link_weights import linking
@@ -169,9 +169,8 @@ def try_final(
         with TemporaryDirectory(dir=run_dir, prefix=TRIED) as place:
             save_final(model, tokenizer, Path(place) / "final", stub)
     except (ValueError, TypeError, AttributeError, LookupError, RuntimeError, NotImplementedError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise LaunchError(
-            f"the model could not be saved at the end of the run: {lines[0]}",
+            f"the model could not be saved at the end of the run: {first_line_of(error)}",
             "model.path",
             "fix its configuration files; nothing was trained",
         ) from error

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from memtrain.errors import LaunchError, OutOfMemory
+from memtrain.errors import LaunchError, OutOfMemory, first_line_of
 from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.online.generation.protocol import Group, Sample, Sampler, Sampling
 from memtrain.trainers.online.generation.transformers_sampler import FORMS, Form
@@ -87,8 +87,7 @@ class StartCheck:
             except (ValueError, RuntimeError, TypeError, AttributeError, LookupError) as error:
                 if is_out_of_memory(error) or isinstance(error, OutOfMemory):
                     raise
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                return f"fails ({lines[0]})"
+                return f"fails ({first_line_of(error)})"
             found = self._difference(groups, samples)
         worst = max(self.ranks.gather(found))
         return "" if worst <= limit else f"is off by {worst:.2g} nats"

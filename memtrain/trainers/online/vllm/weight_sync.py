@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from memtrain.errors import LaunchError
+from memtrain.errors import LaunchError, first_line_of
 from memtrain.trainers.model.experts.adapters import merged_stacks
 from memtrain.trainers.model.experts.forward import is_experts
 from memtrain.trainers.model.heads.backbone import base_model
@@ -287,7 +287,7 @@ def try_handle(buffer: Tensor, python: str, environment: Mapping[str, str]) -> s
             check=False,
         )
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return first_line_of(error)
     if ran.returncode:
         return (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
     read = ran.stdout.strip()

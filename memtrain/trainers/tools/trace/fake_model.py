@@ -6,8 +6,7 @@ passes on no other kind (fake `cuda` tensors need a CUDA build).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -110,15 +109,3 @@ def fakeify(model: nn.Module, device: str = "cpu", on_host: Collection[Tensor] =
             for name, tensor in list(held.items()):
                 if tensor is not None:
                     held[name] = fake(tensor)  # pyright: ignore[reportArgumentType]
-
-
-def without_data(value: Any, made: Callable[[Tensor], Tensor]) -> Any:
-    """A dataclass or tuple of tensors (a micro-batch, a layout) with the `made` form of each in its place."""
-    if isinstance(value, Tensor):
-        return made(value)
-    if isinstance(value, tuple):
-        ones = [without_data(one, made) for one in value]
-        return type(value)(*ones) if hasattr(value, "_fields") else tuple(ones)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: without_data(getattr(value, f.name), made) for f in fields(value)})
-    return value

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.batches.tensors import with_tensors
 from memtrain.trainers.distributed import fsdp2 as shards
 from memtrain.trainers.distributed.fsdp2 import own_shards, shard
 from memtrain.trainers.model.attention.row_layout import Layout
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout, slice_of
 from memtrain.trainers.runtime.weight_layout import WeightLayout
-from memtrain.trainers.tools.trace.fake_model import without_data
 
 Rules = dict[Any, Callable[..., Any]]
 
@@ -104,7 +104,7 @@ def slicing_without_data(settings: Settings) -> Iterator[Rules]:
         with _disable_current_modes():
             made = slice_of(layout, ranks)
         most = made.num_tokens
-        return without_data(made, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+        return with_tensors(made, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
 
     def found(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         tensor: Tensor = args[0]

@@ -12,10 +12,11 @@ from torch import Tensor
 from memtrain.memory.estimate.auxiliary_models import reward_model_settings
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
+from memtrain.trainers.batches.tensors import with_tensors
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.tools.trace.client import RewardModelJob
 from memtrain.trainers.tools.trace.dummy_batches import Subject, reward_model_micro_batch
-from memtrain.trainers.tools.trace.fake_model import bare_model, without_data
+from memtrain.trainers.tools.trace.fake_model import bare_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class BareRewardModel:
 
     def without_data(self, made: Callable[[Tensor], Tensor]) -> BareRewardModel:
         """The same with a batch without data."""
-        return replace(self, micro_batch=without_data(self.micro_batch, made))
+        return replace(self, micro_batch=with_tensors(self.micro_batch, made))
 
 
 def bare_reward_model(

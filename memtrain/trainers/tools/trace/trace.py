@@ -19,6 +19,7 @@ from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
+from memtrain.trainers.batches.tensors import with_tensors
 from memtrain.trainers.checkpoints.pinned_copy import HostCopies
 from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.model.offload.weights import chosen, weights_of
@@ -31,7 +32,7 @@ from memtrain.trainers.tools.trace.client import RewardModelJob
 from memtrain.trainers.tools.trace.dummy_batches import DUMMIES, Subject
 from memtrain.trainers.tools.trace.fake_host import bytes_on_host
 from memtrain.trainers.tools.trace.fake_host_shards import shards_on_host
-from memtrain.trainers.tools.trace.fake_model import bare_model, fakeify, without_data
+from memtrain.trainers.tools.trace.fake_model import bare_model, fakeify
 from memtrain.trainers.tools.trace.fake_ranks import as_fake_ranks, layout_without_data, slicing_without_data
 from memtrain.trainers.tools.trace.fake_zero import as_fake_zero, own_parts, zero_without_data
 from memtrain.trainers.tools.trace.liger import as_fake_liger
@@ -104,8 +105,8 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
             fakeify(model, on_host=chosen(model, own) if settings.device == "cuda" else ())
         cast = replace(
             cast,
-            micro_batches=[without_data(micro_batch, mode.from_tensor) for micro_batch in cast.micro_batches],
-            passes=without_data(cast.passes, mode.from_tensor),
+            micro_batches=[with_tensors(micro_batch, mode.from_tensor) for micro_batch in cast.micro_batches],
+            passes=with_tensors(cast.passes, mode.from_tensor),
             judges=[judge.without_data(mode.from_tensor) for judge in cast.judges],
         )
         recorder = Recorder("cpu", rules=RULES | rules, scratch=SCRATCH)
