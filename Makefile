@@ -16,11 +16,12 @@ setup: $(VENV)/.installed
 quickstart: setup
 	$(BIN)/memtrain quickstart
 
+# Byte code is written even where a shell forbids it: hundreds of its processes import the same package.
 test: setup
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not slurm"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not slurm"
 
 test-all: setup
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 -m "not gpu and not slurm"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 -m "not gpu and not slurm"
 
 # The fast tests with other versions of Python, torch and transformers, from a copy of the tree that is not installed:
 # `make test-versions`, or some of them: `make test-versions CASES=3.12/2.11.0/5.17.0` (docs/versions.md).
