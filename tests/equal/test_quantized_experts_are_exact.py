@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_mixtures import save_mixture
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Adapter, Model
@@ -31,24 +32,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=6,
-        num_experts_per_tok=2,
-    )
-    place = tmp_path_factory.mktemp("mixture")
-    AutoModelForCausalLM.from_config(config).save_pretrained(place)
-    return place
+    return save_mixture(tmp_path_factory.mktemp("mixture"), num_hidden_layers=3, num_experts=6)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_mixtures import save_mixture
 from torch import Tensor, nn
 
 from memtrain.memory.plan.settings import Settings
@@ -31,24 +32,7 @@ IDS = torch.arange(48)[None] * 5 % 127
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture saved as on the hub: a matrix for each expert; scales of one weight fill no block of 256."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=128,
-        hidden_size=40,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=5,
-        num_experts_per_tok=2,
-    )
-    place = tmp_path_factory.mktemp("mixture")
-    AutoModelForCausalLM.from_config(config).save_pretrained(place)
-    return place
+    return save_mixture(tmp_path_factory.mktemp("mixture"), hidden_size=40)
 
 
 def made(folder: Path, settings: Settings) -> nn.Module:

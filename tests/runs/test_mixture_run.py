@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_runs import curve, dies_at, run_in, steps
+from tiny_mixtures import save_mixture
 
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
@@ -34,26 +35,16 @@ cluster: {{device: cpu, threads: 1}}
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
     folder = tmp_path_factory.mktemp("mixture")
     tokenizer: Any = load_tokenizer("builtin:tiny")
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
+    save_mixture(
+        folder / "base",
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
         moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
         num_experts=4,
-        num_experts_per_tok=2,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     return RECIPE.format(base=folder / "base", cache=folder / "cache")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from shared_out import assert_same_curve, final, stop_after
+from tiny_mixtures import save_mixture
 
 from memtrain.memory.plan.plan import read_plan
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
@@ -20,25 +21,13 @@ ADAPTER = (
 
 @pytest.fixture
 def asked(tmp_path: Path) -> tuple[str, ...]:
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
     tokenizer = load_tokenizer("builtin:tiny")
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
+    save_mixture(
+        tmp_path / "base",
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=5,
-        num_experts_per_tok=2,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     path = f"model.path={tmp_path / 'base'}"
     return ("model.config=null", "model.tokenizer=null", path, ADAPTER, "save.every_steps=2", "save.keep=4")
