@@ -452,7 +452,7 @@ def page(parts: dict) -> str:
         f"{worst['worst']:.0%} of its limit ({worst['method']}, {worst['backend']}, "
         f"{' + '.join(worst['strategies'])}).",
         "",
-        "Back ends that need a GPU (flash, torch_varlen, flex), and what has nothing to do on a CPU",
+        "Back ends that need a GPU (flash, flash3, torch_varlen, flex), and what has nothing to do on a CPU",
         f"(`optimizer_offload`) or in one process (`{'`, `'.join(OF_SEVERAL_PROCESSES)}`), are not measured",
         "here.",
         "",

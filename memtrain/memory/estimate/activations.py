@@ -266,8 +266,13 @@ def whole_scores(load: Workload) -> tuple[int, int]:
 SCRATCH = "kernel scratch"
 """Owner of a kernel's scratch memory."""
 
-FLASH = ("torch_varlen", "flash")
+FLASH = ("torch_varlen", "flash", "flash3")
 """Back ends on variable-length flash kernels for CUDA."""
+
+HOPPER_WIDTHS = (64, 96, 128, 192, 256)
+"""Head widths that FlashAttention-3 computes in; others are widened to the next.
+
+Source: flash-attention, hopper/flash_api.cpp, round_up_headdim."""
 
 
 @once
@@ -278,19 +283,32 @@ def flash_scratch(load: Workload) -> int:
     4*N*(Q' + heads). Where query heads share a head of keys, gradients of keys and values for every query
     head before they are summed: 2*a*M*Q, M keys at once (all that a process gathers).
 
+    FlashAttention-3 rounds the width up to one of its own, has the row sums twice, and sums gradients of
+    shared keys and values in float32: 4*N*(Q' + 2*heads) + 2*4*M*KV'.
+
     Source: flash-attn 2.8.3, csrc/flash_attn/flash_api.cpp, mha_varlen_bwd (dq_accum, softmax_d, dk_expanded,
-    dv_expanded); torch ships the same. Not measured on a GPU.
+    dv_expanded), and hopper/flash_api.cpp, mha_bwd (dq_accum, softmax_d, softmax_lse_log2, dk_accum,
+    dv_accum); torch ships the former. Not measured on a GPU.
     """
     shape, settings, N = load.shape, load.settings, load.N  # noqa: N806
     if settings.device != "cuda" or settings.attention not in FLASH:
         return 0
     heads = shape.num_heads // (settings.context_parallel if settings.context_by == "ulysses" else 1)
     tokens = load.num_whole if settings.context_by == "ulysses" else N
-    wide = -(-shape.head_dim // 32) * 32
-    sums = 4 * tokens * heads * (wide + 1)
     keys = max(tokens, num_gathered_kv(load))
     is_shared = shape.kv_width != shape.query_width
+    if settings.attention == "flash3":
+        wide = hopper_width(shape.head_dim)
+        key_heads = heads * shape.kv_width // shape.query_width
+        return 4 * tokens * heads * (wide + 2) + is_shared * 8 * keys * key_heads * wide
+    wide = -(-shape.head_dim // 32) * 32
+    sums = 4 * tokens * heads * (wide + 1)
     return sums + is_shared * 2 * load.a * keys * heads * shape.head_dim
+
+
+def hopper_width(head_dim: int) -> int:
+    """Width in which FlashAttention-3 computes a head."""
+    return next(width for width in HOPPER_WIDTHS if width >= head_dim)
 
 
 @once

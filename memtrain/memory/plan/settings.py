@@ -68,7 +68,16 @@ class Settings(Section):
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], Mark("model.dtype")]
     """Precision of the weights and of the computation."""
     attention: Annotated[
-        Literal["torch_cpu", "torch_varlen", "flash", "flex", "torch_efficient", "masked", "transformers"],
+        Literal[
+            "torch_cpu",
+            "torch_varlen",
+            "flash",
+            "flash3",
+            "flex",
+            "torch_efficient",
+            "masked",
+            "transformers",
+        ],
         Mark("sums"),
     ]
     """Attention back end; `transformers` is transformers' own on padded rows."""

@@ -18,6 +18,7 @@ class AttentionBackend(StrEnum):
 
     TORCH_CPU = "torch_cpu"
     FLASH = "flash"
+    FLASH3 = "flash3"
     TORCH_VARLEN = "torch_varlen"
     FLEX = "flex"
     TORCH_EFFICIENT = "torch_efficient"
@@ -28,6 +29,7 @@ class AttentionBackend(StrEnum):
 PREFERENCE: Mapping[str, tuple[AttentionBackend, ...]] = {
     "cpu": (AttentionBackend.TORCH_CPU, AttentionBackend.MASKED, AttentionBackend.TRANSFORMERS),
     "cuda": (
+        AttentionBackend.FLASH3,
         AttentionBackend.FLASH,
         AttentionBackend.TORCH_VARLEN,
         AttentionBackend.FLEX,
@@ -40,6 +42,7 @@ PREFERENCE: Mapping[str, tuple[AttentionBackend, ...]] = {
 
 MERGED = (
     AttentionBackend.TORCH_CPU,
+    AttentionBackend.FLASH3,
     AttentionBackend.FLASH,
     AttentionBackend.TORCH_VARLEN,
     AttentionBackend.TORCH_EFFICIENT,
@@ -47,12 +50,15 @@ MERGED = (
 )
 """Back ends that tell the log-sum-exp of their scores: by it windows and sinks are put together."""
 
-CAPPED = (AttentionBackend.FLASH, AttentionBackend.MASKED)
+CAPPED = (AttentionBackend.FLASH3, AttentionBackend.FLASH, AttentionBackend.MASKED)
 """Back ends whose kernels cap scores."""
 
 HALF = ("bfloat16", "float16")
+PACKAGES = ("flash_attn_interface", "flash_attn", "triton")
+"""Modules that the choice looks for; FlashAttention-3 is `flash_attn_interface`."""
 REASONS: Mapping[AttentionBackend, str] = {
     AttentionBackend.TORCH_CPU: "segment by segment on torch's CPU flash kernel",
+    AttentionBackend.FLASH3: "variable-length kernels of the installed FlashAttention-3, for Hopper",
     AttentionBackend.FLASH: "variable-length kernels of the installed flash-attn package",
     AttentionBackend.TORCH_VARLEN: "torch's own variable-length flash kernels",
     AttentionBackend.FLEX: "FlexAttention with a block mask, compiled",
@@ -67,7 +73,7 @@ class AttentionFacts:
     """Facts on which the choice depends.
 
     device: "cuda" or "cpu". compute_capability: of the oldest GPU, None on CPU. dtype: of queries and keys,
-    e.g. "bfloat16". packages: importable ones among "flash_attn", "triton". longest_row_tokens: the most
+    e.g. "bfloat16". packages: importable ones among `PACKAGES`. longest_row_tokens: the most
     tokens that one token may look back on (`max_length`), None when unbounded. The rest are facts of the
     model's configuration; `own_layers` names the kinds of layer that are not plain attention
     ("linear_attention", "mamba", ...).
@@ -196,6 +202,12 @@ def _device_refusal(backend: AttentionBackend, facts: AttentionFacts) -> str | N
         return (
             None if "triton" in facts.packages else "triton, which compiles FlexAttention, is not installed"
         )
+    if backend is AttentionBackend.FLASH3:
+        # Its kernels are compiled for this one capability (hopper/setup.py: arch=compute_90a).
+        if capability[0] != 9:
+            return f"{backend} needs a Hopper GPU (compute capability 9.0), this is {shown(capability)}"
+        if "flash_attn_interface" not in facts.packages:
+            return "FlashAttention-3 (flash_attn_3, which brings flash_attn_interface) is not installed"
     if backend is AttentionBackend.FLASH and "flash_attn" not in facts.packages:
         return "the flash-attn package is not installed"
     if facts.dtype not in HALF:

@@ -15,7 +15,12 @@ from memtrain.recipes.recipe import Recipe
 
 PATH = "cluster.context_parallel"
 
-SLICED = (AttentionBackend.TORCH_CPU, AttentionBackend.TORCH_VARLEN, AttentionBackend.FLASH)
+SLICED = (
+    AttentionBackend.TORCH_CPU,
+    AttentionBackend.TORCH_VARLEN,
+    AttentionBackend.FLASH,
+    AttentionBackend.FLASH3,
+)
 """Back ends that tell the log-sum-exp of their scores: by it the parts of a row are put together."""
 
 NOT_SLICED = "slices are merged by the log-sum-exp of their scores, which this back end does not return"

@@ -12,6 +12,7 @@ from memtrain.memory.model_shape.config_file import asked_code
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.rules.attention import (
+    PACKAGES,
     AttentionBackend,
     AttentionChoice,
     AttentionFacts,
@@ -154,7 +155,7 @@ def decide_attention(
         device=hardware.device,
         dtype=dtype,
         compute_capability=hardware.compute_capability,
-        packages=installed("flash_attn", "triton"),
+        packages=installed(*PACKAGES),
         longest_row_tokens=recipe.length.max_length,
         **model_facts(config),  # pyright: ignore[reportArgumentType]
     )

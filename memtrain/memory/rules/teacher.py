@@ -5,7 +5,13 @@ from __future__ import annotations
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.model_shape.length_rules import length_rules, reached
-from memtrain.memory.rules.attention import AttentionBackend, AttentionFacts, choose_attention, model_facts
+from memtrain.memory.rules.attention import (
+    PACKAGES,
+    AttentionBackend,
+    AttentionFacts,
+    choose_attention,
+    model_facts,
+)
 from memtrain.memory.rules.ledger import DecisionLog
 
 MOST_PADDING = 1024
@@ -97,7 +103,7 @@ def _refuse_attention(
         dtype=dtype if facts.teacher.dtype == "auto" else facts.teacher.dtype,
         compute_capability=facts.hardware.compute_capability,
         longest_row_tokens=longest,
-        packages=frozenset({"flash_attn", "triton"}),
+        packages=frozenset(PACKAGES),
         **model_facts(config),  # pyright: ignore[reportArgumentType]
     )
     try:

@@ -345,8 +345,9 @@ RENAMED_VALUES: dict[str, dict[object, str]] = {
     },
     "model.attention": {
         "flash_attention_2": "flash",
-        "flash_attention_3": "flash",
+        "flash_attention_3": "flash3",
         "fa2": "flash",
+        "fa3": "flash3",
         "flex_attention": "flex",
         "sdpa": "auto",
         "eager": "transformers",

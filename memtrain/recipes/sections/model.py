@@ -141,6 +141,7 @@ class Model(Section):
         "torch_cpu",
         "torch_varlen",
         "flash",
+        "flash3",
         "flex",
         "torch_efficient",
         "masked",

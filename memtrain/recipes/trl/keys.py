@@ -26,10 +26,10 @@ MODEL: dict[str, Rule] = {
         "model.attention",
         values={
             "flash_attention_2": "flash",
-            "flash_attention_3": "flash",
+            "flash_attention_3": "flash3",
             "kernels-community/flash-attn2": "flash",
-            "kernels-community/flash-attn3": "flash",
-            "kernels-community/vllm-flash-attn3": "flash",
+            "kernels-community/flash-attn3": "flash3",
+            "kernels-community/vllm-flash-attn3": "flash3",
             "flex_attention": "flex",
             "sdpa": None,
             "eager": "transformers",

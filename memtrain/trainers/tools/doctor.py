@@ -20,7 +20,7 @@ from memtrain.trainers.runtime.allocator import expandable_in_force, use_expanda
 
 PACKAGES = (
     *("memtrain", "torch", "transformers", "accelerate", "datasets", "peft", "safetensors"),
-    *("triton", "flash-attn", "liger-kernel", "bitsandbytes", "deepspeed", "vllm"),
+    *("triton", "flash-attn", "flash-attn-3", "liger-kernel", "bitsandbytes", "deepspeed", "vllm"),
 )
 """Distributions whose versions are shown."""
 

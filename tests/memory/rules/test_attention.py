@@ -19,6 +19,7 @@ HOPPER = AttentionFacts(
     longest_row_tokens=2048,
     head_dim=128,
 )
+EVERY_FLASH = frozenset({"flash_attn", "flash_attn_interface", "triton"})
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,10 @@ HOPPER = AttentionFacts(
         (CPU, Backend.TORCH_CPU),
         (replace(CPU, dtype="bfloat16", head_dim=80), Backend.TORCH_CPU),
         (HOPPER, Backend.FLASH),
+        (replace(HOPPER, packages=EVERY_FLASH), Backend.FLASH3),
+        (replace(HOPPER, packages=EVERY_FLASH, softcap=50.0), Backend.FLASH3),
+        (replace(HOPPER, packages=EVERY_FLASH, compute_capability=(10, 0)), Backend.FLASH),
+        (replace(HOPPER, packages=EVERY_FLASH, compute_capability=(8, 0)), Backend.FLASH),
         (replace(HOPPER, packages=frozenset({"triton"})), Backend.TORCH_VARLEN),
         (replace(HOPPER, packages=frozenset()), Backend.TORCH_VARLEN),
         (replace(HOPPER, dtype="float16"), Backend.FLASH),
@@ -61,6 +66,12 @@ def test_the_first_back_end_that_fits_is_taken(facts: AttentionFacts, taken: Bac
     ("backend", "facts", "sentence"),
     [
         (Backend.FLASH, replace(HOPPER, packages=frozenset()), "flash-attn package is not installed"),
+        (Backend.FLASH3, HOPPER, "flash_attn_interface) is not installed"),
+        (
+            Backend.FLASH3,
+            replace(HOPPER, compute_capability=(10, 0)),
+            "Hopper GPU (compute capability 9.0), this is 10.0",
+        ),
         (
             Backend.FLASH,
             replace(HOPPER, compute_capability=(7, 5)),
@@ -88,7 +99,7 @@ def test_a_refusal_says_why_with_the_value_in_hand(backend: Backend, facts: Atte
 
 def test_the_choice_lists_every_back_end_that_cannot_run():
     choice = choose_attention(replace(HOPPER, dtype="float32"))
-    assert [backend for backend, _ in choice.refused] == [Backend.FLASH, Backend.TORCH_VARLEN]
+    assert [backend for backend, _ in choice.refused] == [Backend.FLASH3, Backend.FLASH, Backend.TORCH_VARLEN]
 
 
 def test_a_back_end_asked_for_is_taken_where_it_can_run():

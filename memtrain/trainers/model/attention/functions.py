@@ -37,6 +37,7 @@ RowLayout = Layout | SlicedLayout | RowPart | SliceLayout
 # Upstream treats any name with "flash" in it as its own flash path.
 NAMES = {
     AttentionBackend.TORCH_CPU: "memtrain_torch_cpu",
+    AttentionBackend.FLASH3: "memtrain_fa3",
     AttentionBackend.FLASH: "memtrain_fa2",
     AttentionBackend.TORCH_VARLEN: "memtrain_torch_varlen",
     AttentionBackend.FLEX: "memtrain_flex",

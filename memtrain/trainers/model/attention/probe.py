@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from memtrain.memory.rules.attention import PREFERENCE, AttentionBackend, AttentionFacts, refusal
+from memtrain.memory.hardware.packages import installed
+from memtrain.memory.rules.attention import PACKAGES, PREFERENCE, AttentionBackend, AttentionFacts, refusal
 from memtrain.trainers.model.attention.functions import NAMES, attend_of
 from memtrain.trainers.model.attention.row_layout import shared_layout
 
@@ -51,7 +51,7 @@ def probe_one(backend: AttentionBackend, device: str, dtype: torch.dtype) -> Pro
         device=device,
         dtype=str(dtype).removeprefix("torch."),
         compute_capability=torch.cuda.get_device_capability() if device == "cuda" else None,
-        packages=frozenset(name for name in ("flash_attn", "triton") if find_spec(name)),
+        packages=installed(*PACKAGES),
     )
     refused = refusal(backend, facts)
     if refused:

@@ -27,6 +27,7 @@ from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout
 KERNELS = {
     AttentionBackend.TORCH_CPU: "TorchCpu",
     AttentionBackend.TORCH_VARLEN: "TorchFlash",
+    AttentionBackend.FLASH3: "HopperFlash",
     AttentionBackend.FLASH: "PackageFlash",
     AttentionBackend.MASKED: "MaskedScores",
 }

@@ -27,6 +27,7 @@ from memtrain.trainers.tools.trace.bitsandbytes import pack_without_data
 from memtrain.trainers.tools.trace.fake_host import HOST
 
 PLAYED_BY = {
+    AttentionBackend.FLASH3: AttentionBackend.TORCH_VARLEN,
     AttentionBackend.FLASH: AttentionBackend.TORCH_VARLEN,
     AttentionBackend.FLEX: AttentionBackend.TORCH_VARLEN,
     AttentionBackend.TORCH_EFFICIENT: AttentionBackend.TORCH_VARLEN,

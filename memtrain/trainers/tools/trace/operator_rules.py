@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from memtrain.memory.estimate.activations import hopper_width
 from memtrain.trainers.losses.head.spans import logit_spans
 from memtrain.trainers.tools.trace.fake_host import HOST
 
@@ -95,8 +96,23 @@ def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> 
     return 4 * rows * heads * (wide + 1) + expanded
 
 
-SCRATCH: dict[Any, Callable[..., int]] = {aten._flash_attention_backward.default: _flash_backward}
-"""Scratch of kernels in bytes, where no operator returns it."""
+def _hopper_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """The same of FlashAttention-3, whose place torch's kernel takes in a trace."""
+    query_THD, key_TKD, cu_query, is_causal = args[1], args[2], args[6], args[11]
+    tokens, heads, head_dim = query_THD.shape
+    num_keys, key_heads, _ = key_TKD.shape
+    wide, num_segments = hopper_width(head_dim), cu_query.numel() - 1
+    # Rows and keys of each segment are padded to a block (hopper/flash_api.cpp, kBlockM_sm90, kBlockN_sm90).
+    block = 128 if wide == 64 else 80 if wide == 128 and not is_causal else 64
+    key_block = {192: 96, 256: 80}.get(wide, 128)
+    rows, keys = tokens + block * num_segments, num_keys + key_block * num_segments
+    return 4 * rows * heads * (wide + 2) + 8 * keys * key_heads * wide * (key_heads != heads)
+
+
+def kernel_scratch(attention: str) -> dict[Any, Callable[..., int]]:
+    """Scratch of kernels in bytes under an attention back end, where no operator returns it."""
+    flash = _hopper_backward if attention == "flash3" else _flash_backward
+    return {aten._flash_attention_backward.default: flash}
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from memtrain.trainers.tools.trace.fake_model import bare_model, fakeify
 from memtrain.trainers.tools.trace.fake_ranks import as_fake_ranks, layout_without_data, slicing_without_data
 from memtrain.trainers.tools.trace.fake_zero import as_fake_zero, own_parts, zero_without_data
 from memtrain.trainers.tools.trace.liger import as_fake_liger
-from memtrain.trainers.tools.trace.operator_rules import RULES, SCRATCH, with_operator_rules
+from memtrain.trainers.tools.trace.operator_rules import RULES, kernel_scratch, with_operator_rules
 from memtrain.trainers.tools.trace.reward_models import BareRewardModel, bare_reward_model, one_scoring
 from memtrain.trainers.tools.trace.setup import StepSetup, build_step
 from memtrain.trainers.tools.trace.steps import (
@@ -109,7 +109,7 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
             passes=with_tensors(cast.passes, mode.from_tensor),
             judges=[judge.without_data(mode.from_tensor) for judge in cast.judges],
         )
-        recorder = Recorder("cpu", rules=RULES | rules, scratch=SCRATCH)
+        recorder = Recorder("cpu", rules=RULES | rules, scratch=kernel_scratch(settings.attention))
         recorder.enter("load")
         stage = run_steps(cast, job, recorder, is_fake=True)
         host = _on_host(stage)

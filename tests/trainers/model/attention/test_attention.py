@@ -276,6 +276,53 @@ def test_the_flash_attn_back_end_hands_the_package_what_it_takes(layout: Layout,
     assert_close(found, with_gradients(masked.attend, tensors, layout), 2e-6)
 
 
+HOPPER_OPERATORS = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, "
+    "Tensor? q_v=None, Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, "
+    "int? max_seqlen_k=None, Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, "
+    "Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, Tensor? q_descale=None, "
+    "Tensor? k_descale=None, Tensor? v_descale=None, float? softmax_scale=None, bool is_causal=False, "
+    "int window_size_left=-1, int window_size_right=-1, int attention_chunk=0, float softcap=0.0, "
+    "bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None, int num_splits=0, "
+    "bool? pack_gqa=None, int sm_margin=0) -> (Tensor(out!), Tensor, Tensor, Tensor)",
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, "
+    "Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "float softcap=0.0, bool deterministic=False, int sm_margin=0) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+"""The schemas that flash-attention's hopper/flash_api.cpp registers."""
+
+
+def test_the_flash3_back_end_calls_the_operators_by_their_schemas(layout: Layout, monkeypatch):
+    """Operators of the package's own schemas, computed on the CPU; one that splits its sums is not asked."""
+
+    def forward(q, k, v, *others):
+        cu_query, cu_key, max_query, max_key = others[4], others[5], others[9], others[10]
+        scale, is_causal, softcap, num_splits = others[20], others[21], others[25], others[28]
+        assert (softcap, num_splits) == (0.0, 1)
+        out, lse = stand_in_forward(q, k, v, cu_query, cu_key, max_query, max_key, 0.0, is_causal, scale)
+        return out, lse, torch.empty(0), torch.empty(0)
+
+    def backward(do, q, k, v, out, lse, dq, dk, dv, cu_query, cu_key, *others):
+        # torch leaves out what is at its default at the end: the window, the cap, and `is_causal: False`.
+        scale, causal = others[4], others[5:] == (True,)
+        found = stand_in_backward(do, q, k, v, out, lse, cu_query, cu_key, causal, scale)
+        for into, value in zip((dq, dk, dv), found, strict=True):
+            into.copy_(value)
+        return tuple(torch.empty(0) for _ in range(5))
+
+    with torch.library._scoped_library("flash_attn_3", "FRAGMENT") as library:
+        for schema, meaning in zip(HOPPER_OPERATORS, (forward, backward), strict=True):
+            library.impl(library.define(schema), meaning, "CPU")
+        monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+        tensors = drawn(layout)
+        found = with_gradients(attend_of(AttentionBackend.FLASH3), tensors, layout)
+    assert_close(found, with_gradients(masked.attend, tensors, layout), 2e-6)
+
+
 def call(
     layout: Layout | None, *, rows: int = 1, keys: int | None = None, backend="torch_cpu", **kwargs: object
 ) -> Tensor:

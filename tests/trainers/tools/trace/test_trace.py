@@ -329,6 +329,18 @@ def test_scratch_of_flash_attention_is_an_owner_of_its_own(slices):
     assert case.estimated().peak.num_bytes == pytest.approx(recorder.peak_bytes, rel=0.02)
 
 
+def test_scratch_of_flash_attention_3_is_that_of_its_own_kernel():
+    """Heads of 32 are computed as 64 wide; two row sums a head; keys and values of 2 heads in float32."""
+    case = sft(FLASHY, HALF | CUDA | {"checkpoint_every": 1, "attention": "flash3"})
+    case = replace(case, batch=HeaviestBatch(2, 4096, 3000, 2048))
+    told = {one.owner: one.num_bytes for one in case.estimated().peak.owners}
+    seen = named_owners(trace(case.job).recorder)["steady step.backward.last"]
+    by_hand = 4 * 4096 * 8 * (64 + 2) + 2 * 4 * 4096 * 2 * 64
+    assert told["kernel scratch"] == by_hand
+    # Both segments are padded to a block of 128 rows, and of 128 keys.
+    assert seen["kernel scratch"] == by_hand + 2 * 128 * 4 * 8 * 66 + 2 * 128 * 8 * 2 * 64
+
+
 def test_a_head_of_its_own_is_widened_as_its_gradient_is_added():
     """A vocabulary so large that nothing else of the step is higher: 2 + 4 bytes a weight of the head."""
     case = sft(LLAMA | {"vocab_size": 32768}, HALF | CUDA | {"loss_tile_bytes": 1 << 22}, 2)
