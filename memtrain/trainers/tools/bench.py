@@ -101,7 +101,7 @@ def try_heaviest(stepper: Stepper, *, step: int) -> tuple[int, int, int, int]:
     has_more = len(stepper.work(step - 1).micro_batches) > 1
     with ExitStack() as held:
         if isinstance(steps, OnlineSteps):
-            sequences = held.enter_context(made_up_rollout(steps, writes=False))
+            sequences = held.enter_context(made_up_rollout(steps))
         else:
             sequences = heaviest_sequences(stepper, until=step)
         work = step_of(steps.feed, sequences, step=step, has_more=has_more)

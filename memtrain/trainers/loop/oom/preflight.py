@@ -22,7 +22,7 @@ from memtrain.memory.plan.units import gib
 from memtrain.trainers.checkpoints.state_io import save_state
 from memtrain.trainers.loop.loop import Run, before_step, score, whole_gradients
 from memtrain.trainers.loop.oom.heaviest_batch import heaviest_micro_batch, padded_tokens, step_of
-from memtrain.trainers.loop.oom.preflight_online import made_up_rollout
+from memtrain.trainers.loop.oom.preflight_online import made_up_rollout, next_rollout
 from memtrain.trainers.loop.oom.recover import Exhausted
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.optim.step import set_rate, update
@@ -88,7 +88,7 @@ def _heaviest(run: Run) -> Iterator[Heaviest]:
         of_replica = (settings.batch_size or 1) / run.ranks.num_replicas
         words = "completions of full length for the longest prompts"
         with made_up_rollout(steps) as sequences:
-            yield Heaviest(sequences, of_replica > settings.micro_batch_size, words)
+            yield Heaviest(sequences, of_replica > len(sequences), words)
         return
     replicas = run.ranks.num_replicas
     sequences, is_real = heaviest_micro_batch(steps, settings, start=run.position.step, replicas=replicas)
@@ -196,8 +196,11 @@ def _step_nowhere(run: Run) -> None:
 
 
 def _evaluation(run: Run) -> None:
-    if run.eval_feed is None or isinstance(run.steps, OnlineSteps):
-        # What is held out of an online run is written and judged, and writing was tried.
+    if isinstance(run.steps, OnlineSteps):
+        # What is held out is written and judged, as rollouts are.
+        next_rollout(run.steps)
+        return
+    if run.eval_feed is None:
         return
     feed = run.eval_feed
     micro_batches = [

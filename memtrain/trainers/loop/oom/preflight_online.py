@@ -27,17 +27,15 @@ from memtrain.trainers.run_folder.report.report import DRY_RUN
 
 
 @contextmanager
-def made_up_rollout(steps: OnlineSteps, *, writes: bool = True) -> Iterator[Ints]:
-    """The heaviest micro-batch of a rollout that was written and weighed; the one at hand is back after it.
+def made_up_rollout(steps: OnlineSteps) -> Iterator[Ints]:
+    """The heaviest micro-batch of a rollout that was weighed; the one at hand is back after it.
 
-    `writes` also tries who writes completions. Called by all ranks together.
+    Called by all ranks together.
     """
     method, feed = steps.method, steps.feed
     before = feed.window, feed.norms, method.metrics
     kept = method.kept() if isinstance(method, WeightsTokens) else {}
     try:
-        if writes:
-            write_longest(steps)
         yield _heaviest(steps, weighed(steps))
     finally:
         feed.window, feed.norms, method.metrics = before
@@ -45,6 +43,15 @@ def made_up_rollout(steps: OnlineSteps, *, writes: bool = True) -> Iterator[Ints
             method.seen.clear()
         if isinstance(method, WeightsTokens):
             method.go_on(kept)
+
+
+def next_rollout(steps: OnlineSteps) -> None:
+    """Write and weigh completions beside the optimizer's states, as every rollout but the first one is.
+
+    Within `made_up_rollout`, after its steps.
+    """
+    write_longest(steps)
+    weighed(steps)
 
 
 def write_longest(steps: OnlineSteps) -> None:

@@ -55,7 +55,7 @@ from memtrain.trainers.runtime.seed import derive_seed, numpy_generator
 
 Ints = NDArray[np.int64]
 WATCHED_ROLLOUTS = 2
-"""Rollouts whose memory is measured on a CPU; on CUDA it costs nothing and all are."""
+"""Rollouts whose memory is measured on a CPU, beside the first evaluation; on CUDA it costs nothing: all."""
 NO_NORMS = Norms(num_answers=1, num_tokens=1, rollout_tokens=1, max_tokens=1)
 
 
@@ -281,7 +281,8 @@ class OnlineSteps:
 
     def _watched(self, phase: str) -> AbstractContextManager[object]:
         # On a CPU every tensor is counted, which costs more than sampling does.
-        is_watched = self.plan.settings.device == "cuda" or self.num_watched < WATCHED_ROLLOUTS
+        is_first = self.num_watched < WATCHED_ROLLOUTS or phase not in self.watch.phases
+        is_watched = self.plan.settings.device == "cuda" or is_first
         return self.watch.phase(phase) if is_watched else nullcontext()
 
     def _is_shown(self, step: int) -> bool:

@@ -143,8 +143,8 @@ class DummyFeed:
         """Loss tokens of the n-th answers, roughly."""
         return self.made.micro_batch.num_loss_tokens // 2 * len(sequences)
 
-    def mismatched(self, items: Ints, partners: Ints) -> Any:
-        """Prompts with answers of others: as heavy as with their own."""
+    def mismatched(self, items: Ints, partners: Ints, *, is_trial: bool = False) -> Any:
+        """Prompts with answers of others: as heavy as with their own, in a trial too."""
         return self.made
 
 

@@ -31,6 +31,7 @@ FAST = (
     "8-bit AdamW, master weights",
     "step in backward",
     "dpo, adapter off",
+    "kto, adapter off",
     "reward",
     "grpo, all logits",
     "ppo",
