@@ -93,14 +93,22 @@ ALIASES = {
 
 
 def named_card(name: str) -> Card | None:
-    """The card that people call so: `4090`, `RTX 4090`, `h100`, `a100-40GB`; None for an unknown one."""
-    wanted = name.strip().upper().removesuffix("GB").replace(" ", "-")
-    for form in (wanted, re.sub(r"^(GEFORCE-)?RTX-?(?!PRO)", "", wanted)):
-        form = ALIASES.get(form, form).upper()
-        for card in CARDS:
-            if card.name.upper() == form:
-                return card
-    return None
+    """The card that people call so (`4090`, `RTX 4090`, `a100-40GB`, `4060ti`); None for an unknown one."""
+    wanted = _letters(name)
+    of_letters = {_letters(card.name): card for card in CARDS}
+    short = {_letters(alias): of_letters[_letters(name)] for alias, name in ALIASES.items()}
+    return (of_letters | short).get(wanted)
+
+
+def _letters(name: str) -> str:
+    """A name as it is compared: `NVIDIA RTX 6000 Ada`, `rtx6000ada` and `6000-Ada` are one."""
+    plain = re.sub(r"[-_ ]|GB$|NVIDIA|GEFORCE|^TESLA", "", name.strip().upper())
+    return re.sub(r"RTX(?!PRO)", "", plain)
+
+
+def is_of_amd(name: str) -> bool:
+    """Whether people call a GPU of AMD so: `mi300x`, `Instinct MI250`, `RX 7900 XTX`."""
+    return re.match(r"(AMD|RADEON|INSTINCT|MI\d{2,3}|RX[4-9]\d{3})", _letters(name)) is not None
 
 
 def card_of_driver(driver_name: str) -> Card | None:

@@ -10,7 +10,15 @@ from typing import Literal
 
 from memtrain.errors import RecipeError
 from memtrain.memory.hardware.calibration import Measured, measured_of
-from memtrain.memory.hardware.cards import CARDS, REACHED, Card, card_of_driver, named_card, sold_card
+from memtrain.memory.hardware.cards import (
+    CARDS,
+    REACHED,
+    Card,
+    card_of_driver,
+    is_of_amd,
+    named_card,
+    sold_card,
+)
 from memtrain.memory.hardware.host import host_memory
 from memtrain.memory.plan.units import GIB, MIB, gib
 
@@ -74,6 +82,12 @@ class Hardware:
         Raises: RecipeError for a name that is not in the table.
         """
         card = named_card(name)
+        if card is None and is_of_amd(name):
+            raise RecipeError(
+                f"{name} is a GPU of AMD, and nothing of memtrain was run on ROCm",
+                where="--gpu",
+                fix="name an NVIDIA card; or give the size with --budget 192GiB, for the bytes alone",
+            )
         if card is None:
             raise RecipeError(
                 f"unknown GPU: {name}",

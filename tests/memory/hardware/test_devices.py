@@ -21,13 +21,21 @@ SMI = """0, GPU-aa, NVIDIA H100 80GB HBM3, 81559, 80994, 9.0, 551
     [("h100", 79, 79.2, True), ("H200", 139, 140, True), ("a100-40", 39, 39.6, True)]
     + [("A100", 79, 79.3, True), ("4090", 23.4, 23.7, True), ("RTX 4090", 23.4, 23.7, True)]
     + [("t4", 14.5, 14.8, False), ("v100-16gb", 15.7, 15.8, False), ("l4", 21.9, 22.2, True)]
-    + [("3060", 11.5, 11.8, True), ("rtx-pro-6000", 94.9, 95, True), ("b300", 267, 268, True)],
+    + [("3060", 11.5, 11.8, True), ("rtx-pro-6000", 94.9, 95, True), ("b300", 267, 268, True)]
+    + [("4060ti", 15.5, 15.6, True), ("RTX6000 Ada", 47.3, 47.4, True), ("rtxpro6000", 94.9, 95, True)]
+    + [("NVIDIA GeForce RTX 4070 Ti SUPER", 15.5, 15.6, True)],
 )
 def test_a_named_card_has_its_memory_and_precision(name, least_gib, most_gib, bf16):
     card = Hardware.named(name)
     assert least_gib <= card.memory_bytes / GIB <= most_gib
     assert card.has_bfloat16 is bf16
     assert card.free_bytes == card.memory_bytes
+
+
+@pytest.mark.parametrize("name", ["mi300x", "AMD Instinct MI250", "RX 7900 XTX"])
+def test_a_gpu_of_amd_is_called_one(name):
+    with pytest.raises(RecipeError, match="is a GPU of AMD"):
+        Hardware.named(name)
 
 
 def test_no_card_has_more_than_it_is_sold_with():
