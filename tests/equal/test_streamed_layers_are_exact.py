@@ -1,6 +1,7 @@
 """Streamed layers give the loss and the gradients of the plain run, on every kind of row."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampled import sampled
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -78,9 +80,10 @@ def with_adapter(model: Any, **keys: Any) -> Any:
     return adapted
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", "dora"])
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+KINDS = ("full", "lora", "dora")
+
+
+@pytest.mark.parametrize(("dtype", "rows", "kind"), sampled(itertools.product(TOLERANCE, ROWS, KINDS)))
 def test_loss_and_gradients_are_those_of_the_plain_run(
     tiny_model: TinyModel, dtype: torch.dtype, rows: str, kind: str
 ):

@@ -47,7 +47,7 @@ def drawn_in_float32() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("weights", "engine"),
     [
-        ("float32 copies", "fsdp2"),
+        pytest.param("float32 copies", "fsdp2", marks=pytest.mark.slow),
         ("pure", "ddp"),
         pytest.param("float32 copies", "ddp", marks=pytest.mark.slow),
         pytest.param("pure", "fsdp2", marks=pytest.mark.slow),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from sampled import sampled
 from small_runs import ONLINE, curve, dies_at, run_in, steps
 
 from memtrain.errors import DataError, RecipeError
@@ -95,14 +96,16 @@ def test_a_value_model_of_its_own_leaves_the_policys_trunk_alone(tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("method", "overrides"),
-    [
-        ("online_dpo", ("length.shared_prompts=false",)),
-        ("online_dpo", ("train.micro_batch_size=1",)),
-        ("online_dpo", ("length.padding_free=false",)),
-        ("ppo", ("length.padding_free=false",)),
-        ("ppo", ("train.micro_batch_size=1",)),
-        ("ppo", ("memory.activation_checkpointing=on",)),
-    ],
+    sampled(
+        [
+            ("online_dpo", ("length.shared_prompts=false",)),
+            ("online_dpo", ("train.micro_batch_size=1",)),
+            ("online_dpo", ("length.padding_free=false",)),
+            ("ppo", ("length.padding_free=false",)),
+            ("ppo", ("train.micro_batch_size=1",)),
+            ("ppo", ("memory.activation_checkpointing=on",)),
+        ]
+    ),
     ids=str,
 )
 def test_how_it_is_computed_does_not_move_the_curve(
@@ -165,11 +168,13 @@ WINDOW = ("steps_per_rollout=2", "updates_per_rollout=2")
 
 @pytest.mark.parametrize(
     ("method", "given"),
-    [
-        ("online_dpo", WINDOW),
-        ("ppo", (*WINDOW, "kl_target=0.01", "kl_horizon=40")),
-        ("ppo", (*WINDOW, "value=own")),
-    ],
+    sampled(
+        [
+            ("online_dpo", WINDOW),
+            ("ppo", (*WINDOW, "kl_target=0.01", "kl_horizon=40")),
+            ("ppo", (*WINDOW, "value=own")),
+        ]
+    ),
     ids=str,
 )
 def test_a_run_that_goes_on_in_the_middle_of_a_rollout_is_the_run_that_was_never_stopped(

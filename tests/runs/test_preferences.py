@@ -67,10 +67,10 @@ def test_a_run_begins_where_the_formula_says_and_learns(method: str, tmp_path: P
 @pytest.mark.parametrize(
     ("method", "overrides"),
     [
-        ("dpo", ()),
+        pytest.param("dpo", (), marks=pytest.mark.slow),
         ("dpo", ("dpo.reference=synced", "dpo.reference_sync_steps=2")),
         ("kto", ()),
-        ("reward", ()),
+        pytest.param("reward", (), marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(

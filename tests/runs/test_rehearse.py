@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sampled import sampled
 
 from memtrain.trainers.checkpoints.state_io import load_state
 from memtrain.trainers.loop.oom import recover
@@ -43,7 +44,7 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sampled(KINDS))
 def test_a_rehearsal_leaves_no_trace_in_the_numbers(runs, kind: str):
     options = (*SMALL, *KINDS[kind])
     plain = runs.done("plain", *options, "memory.preflight=off")

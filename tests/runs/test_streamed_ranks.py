@@ -41,7 +41,11 @@ def test_ranks_with_slices_have_the_losses_of_one_process_without(shared_runs, c
 
 
 @pytest.mark.parametrize(
-    "form", [("memory.activation_checkpointing=on",), STREAMED], ids=["whole", "in slices"]
+    "form",
+    [
+        pytest.param(("memory.activation_checkpointing=on",), id="whole", marks=pytest.mark.slow),
+        pytest.param(STREAMED, id="in slices"),
+    ],
 )
 def test_frozen_weights_live_on_the_host_of_each_rank(runs, curve_of, form: tuple[str, ...]):
     """Two ranks that bring in their layers have the bits of two that hold them."""

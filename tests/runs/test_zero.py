@@ -84,11 +84,8 @@ KILLED = {
 }
 
 
-USUAL = "stage 2"
-SELDOM = [pytest.param(case, marks=pytest.mark.slow) for case in KILLED if case != USUAL]
-
-
-@pytest.mark.parametrize("case", [USUAL, *SELDOM])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", KILLED)
 def test_a_killed_run_goes_on_to_the_last_bit(runs, one: Path, curve_of, monkeypatch, case: str):
     engine, asked = KILLED[case]
     whole = ended(runs, "whole", engine, *SAVED, *asked)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from sampled import sampled
 
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.host_memory import host_bytes
@@ -73,7 +74,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "card", "count", "said", "engine", "offload"), SHAPES)
+@pytest.mark.parametrize(("model", "card", "count", "said", "engine", "offload"), sampled(SHAPES))
 def test_the_fastest_engine_that_fits_is_taken(plan, model, card, count, said, engine, offload, monkeypatch):
     monkeypatch.setattr("memtrain.memory.estimate.pricing.fits_host", lambda priced, facts: True)
     monkeypatch.setattr("memtrain.memory.planner.search.fits_host", lambda priced, facts: True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from made_checkpoints import assert_usable, kill_at_every_moment, parts_of, save, shorten, steps_of
+from sampled import sampled
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import Plan
@@ -116,7 +117,7 @@ def test_a_sound_one_of_the_same_step_is_not_written_again(folder: RunFolder, ma
     assert fault_of(path) == ""
 
 
-@pytest.mark.parametrize("already_there", [False, True])
+@pytest.mark.parametrize("already_there", sampled([True, False]))
 def test_a_kill_at_any_moment_leaves_a_usable_one(tmp_path: Path, make_plan: MakePlan, already_there: bool):
     plan = make_plan()
     kill_at_every_moment(

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from sampled import sampled
 from trace_cases import BASE, CASES, HALF, LLAMA, LORA, QWEN, random_states, real_peak, sft, streamed
 
 import memtrain.trainers.tools.trace.client
@@ -28,12 +29,9 @@ CUDA = {"device": "cuda", "attention": "torch_varlen"}
 FAST = (
     "bfloat16",
     "QLoRA",
-    "8-bit AdamW, master weights",
     "step in backward",
-    "dpo, adapter off",
     "kto, adapter off",
     "reward",
-    "grpo, all logits",
     "ppo",
     "FSDP2",
     "qwen3_moe",
@@ -314,7 +312,7 @@ FLASHY = LLAMA | {"hidden_size": 64, "intermediate_size": 64, "num_attention_hea
 """Attention's moment is the highest: 8 query heads of 32 numbers share 2 heads of keys."""
 
 
-@pytest.mark.parametrize("slices", [{}, {"slice_tokens": 512}])
+@pytest.mark.parametrize("slices", sampled([{}, {"slice_tokens": 512}]))
 def test_scratch_of_flash_attention_is_an_owner_of_its_own(slices):
     """Of n tokens at once: float32 sums of 8 * 32 numbers and 8 row sums; keys and values for 8 heads."""
     case = sft(FLASHY, HALF | CUDA | {"checkpoint_every": 1 - bool(slices)} | slices)

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 CUDA = {"device": "cuda", "attention": "torch_varlen"}
-FAST = ("ZeRO-1", "ZeRO-3, LoRA, checkpointed")
+FAST = ("ZeRO-1",)
 NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in ZERO]
 NOTES = 80_000
 """Bytes of lists and tables that DeepSpeed makes where nothing is traced: 19 KB in stages 1 and 2, up to
