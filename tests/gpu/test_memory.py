@@ -11,7 +11,7 @@ from memtrain.memory.hardware.devices import detect
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.checkpoints.manifest import device_name
 from memtrain.trainers.loop.worker import work
-from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
+from memtrain.trainers.memory_meter.phase_watch import MemoryWatch, StepWeight
 from memtrain.trainers.runtime.allocator import expandable_in_force, use_expandable_segments
 from memtrain.trainers.runtime.oom_errors import attempt, free, is_out_of_memory
 from memtrain.trainers.tools.bench import bench
@@ -37,7 +37,7 @@ def test_the_peak_of_a_phase_is_the_allocators(cuda: torch.device):
     noted: list[tuple[str, int, int, int]] = []
     watch = MemoryWatch(cuda, 0, lambda *told: noted.append(told))
     before = torch.cuda.memory_allocated()
-    with watch.phase("steady step", tokens=10):
+    with watch.phase("steady step", StepWeight(10, lambda: 0)):
         held = torch.empty(64 * MIB, dtype=torch.uint8, device=cuda)
         del held
     ((phase, allocated, reserved, _),) = noted

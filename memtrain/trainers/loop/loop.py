@@ -19,7 +19,7 @@ from memtrain.trainers.build.training_step import TrainingStep
 from memtrain.trainers.loop.early_stopping import is_spent, note_evaluation
 from memtrain.trainers.loop.oom.recover import Cursor, Exhausted, Part, Recovery
 from memtrain.trainers.loop.saver import Saver
-from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
+from memtrain.trainers.memory_meter.phase_watch import WATCHED_AHEAD, MemoryWatch, StepWeight
 from memtrain.trainers.optim.loss_scaling import skipped_words
 from memtrain.trainers.optim.step import set_rate
 from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent, SampleEvent, StepEvent
@@ -152,6 +152,14 @@ def _work_after(run: Run, work: StepWork) -> StepWork | None:
     return coming
 
 
+def _most_coming(run: Run, work: StepWork) -> int:
+    """Most tokens of a step that comes soon, as far as it is known: a heavier one is measured in place of this."""
+    end = min(work.step + 1 + WATCHED_AHEAD, run.plan.settings.max_steps)
+    if not isinstance(run.steps, Steps) or work.is_last_of_epoch or work.step + 1 >= end:
+        return 0
+    return run.steps.most_tokens(work.step + 1, end)
+
+
 def is_over(run: Run) -> bool:
     """Whether no step is left: all are made, or the held-out rows show no gain any more."""
     return run.position.step >= run.plan.settings.max_steps or is_spent(run.position, run.plan.recipe)
@@ -175,7 +183,8 @@ def one_step(run: Run, work: StepWork, rollout_s: float = 0.0) -> None:
     lr = run.lr_at(work.step)
     set_rate(run.step.optimizer, lr)
     phase = "first step" if work.step == 0 else "steady step"
-    with run.watch.phase(phase, tokens=work.num_tokens), run.host_time.step():
+    weight = StepWeight(work.num_tokens, lambda: _most_coming(run, work))
+    with run.watch.phase(phase, weight), run.host_time.step():
         sums = whole_gradients(run, work)
         norm = run.step.update(lr=lr, num_steps=work.step + 1)
         own_sums = _to_host(sums | {"grad_norm": norm / run.ranks.world})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -12,7 +13,18 @@ import torch
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 
 WATCHED_STEPS = 2
-"""Steady steps whose tensors are counted one by one on a CPU; after these, only heavier ones."""
+"""First steps whose tensors are counted one by one on a CPU; after these, only heavier ones."""
+WATCHED_AHEAD = 128
+"""Steps ahead among which a heavier one is looked for: that one is counted, and not each before it that is
+heavier than those so far. Counting takes half of a small model's step. Taste."""
+
+
+class StepWeight(NamedTuple):
+    """What a step weighs beside others."""
+
+    tokens: int
+    most_coming: Callable[[], int]
+    """Most tokens of a step that comes soon; asked where this one is heavier than those so far."""
 
 
 @dataclass(slots=True)
@@ -20,7 +32,8 @@ class MemoryWatch:
     """Peak bytes by phase.
 
     On CUDA the caching allocator counts, in every step and for nothing. On a CPU live tensors are counted by
-    a dispatch mode, which costs time: in the first steps, and in each that has more tokens than those before.
+    a dispatch mode, which costs time: in the first steps, and in each that has more tokens than those before it
+    and those that come soon.
     """
 
     device: torch.device
@@ -39,14 +52,14 @@ class MemoryWatch:
     _steps_seen: int = 0
 
     @contextmanager
-    def phase(self, name: str, *, tokens: int | None = None) -> Iterator[None]:
-        """Measure the enclosed work as the phase `name`; `tokens` is the weight of a step."""
+    def phase(self, name: str, step: StepWeight | None = None) -> Iterator[None]:
+        """Measure the enclosed work as the phase `name`; of a step where it is worth it."""
         if not self.is_on:
             yield
         elif self.device.type == "cuda":
             with self._cuda_phase(name):
                 yield
-        elif self._is_worth_counting(tokens):
+        elif step is None or self._is_worth_counting(step):
             with self.counting() as counted:
                 yield
             self._note(name, self.resident_bytes + counted.peak_bytes, 0)
@@ -54,13 +67,15 @@ class MemoryWatch:
         else:
             yield
 
-    def _is_worth_counting(self, tokens: int | None) -> bool:
-        if tokens is None:
-            return True
+    def _is_worth_counting(self, step: StepWeight) -> bool:
         self._steps_seen += 1
-        heavier = tokens > self._most_tokens
-        self._most_tokens = max(tokens, self._most_tokens)
-        return heavier or self._steps_seen <= WATCHED_STEPS
+        if self._steps_seen <= WATCHED_STEPS:
+            self._most_tokens = max(step.tokens, self._most_tokens)
+            return True
+        if step.tokens <= self._most_tokens or step.most_coming() > step.tokens:
+            return False
+        self._most_tokens = step.tokens
+        return True
 
     @contextmanager
     def _cuda_phase(self, name: str) -> Iterator[None]:

@@ -124,6 +124,14 @@ class Steps:
             num_sequences=len(sequences),
         )
 
+    def most_tokens(self, first: int, end: int) -> int:
+        """Most tokens of a step from `first` to before `end`, in the pass that `first` is of."""
+        number, epoch = self._epoch_of(first)
+        begun = self._epochs[number]
+        ptr = epoch.step_ptr[first - begun : min(epoch.num_steps, end - begun) + 1]
+        tokens = self.feed.tokens[epoch.order[ptr[0] : ptr[-1]]]
+        return int(np.add.reduceat(tokens, ptr[:-1] - ptr[0]).max())
+
     def _epoch_of(self, step: int) -> tuple[int, Epoch]:
         while step >= self._epochs[-1]:
             self._epochs.append(self._epochs[-1] + self._make(len(self._epochs) - 1).num_steps)

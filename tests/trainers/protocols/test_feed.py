@@ -93,3 +93,11 @@ def test_an_epoch_with_rows_of_its_own_takes_its_own_sequences():
         feed.tokens, BatchSize(2, None), epochs=3, seed=0, shuffle=True, epoch_ptr=feed.epoch_ptr
     )
     assert count == 6
+
+
+def test_the_heaviest_of_some_steps_is_found_without_laying_them_out(steps: Steps):
+    """The same as each step's own count, within the pass of the first of them."""
+    tokens = [steps.work(step, rank=0, num_ranks=1).num_tokens for step in range(6)]
+    in_first_pass = sum(steps.work(step, rank=0, num_ranks=1).epoch == 0 for step in range(6))
+    assert steps.most_tokens(0, 2) == max(tokens[:2])
+    assert steps.most_tokens(1, 6) == max(tokens[1:in_first_pass])

@@ -1,0 +1,39 @@
+"""Steps whose tensors are counted on a CPU."""
+
+from contextlib import nullcontext
+
+import torch
+
+from memtrain.trainers.memory_meter.phase_watch import MemoryWatch, StepWeight
+
+
+class Counted(nullcontext):
+    """Counts nothing, and remembers that it was asked."""
+
+    peak_bytes = left_bytes = 0
+    times = 0
+
+    def __enter__(self):
+        Counted.times += 1
+        return self
+
+
+def counted_steps(tokens, ahead):
+    """Numbers of the steps that are counted, of a run whose steps have so many tokens."""
+    watch = MemoryWatch(torch.device("cpu"), 0, lambda *told: None, counting=Counted)
+    found = []
+    for step, num_tokens in enumerate(tokens):
+        before = Counted.times
+        coming = max(tokens[step + 1 : step + 1 + ahead], default=0)
+        with watch.phase("steady step", StepWeight(num_tokens, lambda coming=coming: coming)):
+            pass
+        found += [step] if Counted.times > before else []
+    return found
+
+
+def test_the_heaviest_step_is_counted_and_not_each_before_it_that_is_heavier_than_those_so_far():
+    """By hand: the first two; 9 is the heaviest of all; of those far ahead nothing is known."""
+    tokens = [4, 3, 5, 6, 7, 2, 9, 8, 9]
+    assert counted_steps(tokens, ahead=len(tokens)) == [0, 1, 6]
+    assert counted_steps(tokens, ahead=1) == [0, 1, 4, 6]
+    assert counted_steps(tokens, ahead=0) == [0, 1, 2, 3, 4, 6]
