@@ -147,7 +147,7 @@ def recipe_of(job: dict[str, Any], folder: Path) -> dict[str, Any]:
             "seed": job["seed"],
         },
         "log": {"final_sample": False},
-        "memory": {"activation_checkpointing": "off", "measure_peaks": False},
+        "memory": {"activation_checkpointing": "off", "measure_peaks": job.get("measure_peaks", False)},
         "cluster": {"device": "cpu", "processes": 1, "threads": 1},
     }
 

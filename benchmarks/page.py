@@ -157,6 +157,25 @@ def sft_vs_trl(result: Result) -> list[str]:
     return table(headers, rows)
 
 
+def bare_loop(result: Result) -> list[str]:
+    headers = ["model", "steps", "memtrain", "mean step", "median step"]
+    said = {"measured": "as it is by default", "unmeasured": "without its meter of memory"}
+    return table(
+        headers,
+        (
+            (one["model"], one["steps"], said[side], *(_over(ratios[key]) for key in ("mean_s", "settled_s")))
+            for one in result["models"]
+            for side, ratios in one["over_bare"].items()
+        ),
+    )
+
+
+def _over(ratios: Sequence[float]) -> str:
+    """Processor time over the bare loop's, in percent, of the middle turn and of all."""
+    said = [f"{ratio - 1:+.1%}" for ratio in (statistics.median(ratios), min(ratios), max(ratios))]
+    return f"{said[0]} ({said[1]} to {said[2]})"
+
+
 def methods_vs_trl(result: Result) -> list[str]:
     """A row for each model and method."""
     rows: list[list[object]] = []
@@ -508,6 +527,14 @@ SECTIONS = (
         "The same weights, rows, order, batch and schedule; tokens a second of CPU time.",
         sft_vs_trl,
         "python benchmarks/sft_vs_trl.py --trl PYTHON",
+    ),
+    Section(
+        "Beside the bare loop",
+        "bare_loop",
+        "Processor time of a step over that of a loop written by hand in plain PyTorch (padded rows, sdpa, "
+        "whole logits, fused AdamW): the limit. The mean has the steps in which tensors are counted and the "
+        "one that is profiled; the first step is left out.",
+        bare_loop,
     ),
     Section(
         "Every method against TRL",

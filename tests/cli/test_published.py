@@ -44,6 +44,12 @@ def test_predictions_of_the_same_work_are_within_the_promise(predict):
     assert min(ratios) > 0.97
 
 
+def test_the_page_says_whether_the_goal_is_met(predict):
+    good = [predict.Compared({"measured_gib": 10.0}, gib) for gib in (9.95, 10.05, 10.1)]
+    assert "It is met: 0.5%, 1.0%, and 0.5% too low" in predict.goal(good)
+    assert "It is not met" in predict.goal([*good, predict.Compared({"measured_gib": 10.0}, 9.6)])
+
+
 @pytest.mark.parametrize(
     "run", [run for run in RUNS if run["setting"].endswith("transformers")], ids=lambda run: run["setting"]
 )

@@ -153,7 +153,7 @@ def _work_after(run: Run, work: StepWork) -> StepWork | None:
 
 
 def _most_coming(run: Run, work: StepWork) -> int:
-    """Most tokens of a step that comes soon, as far as it is known: a heavier one is measured in place of this."""
+    """Most tokens of a step that comes soon, as far as is known: a heavier one is measured in its place."""
     end = min(work.step + 1 + WATCHED_AHEAD, run.plan.settings.max_steps)
     if not isinstance(run.steps, Steps) or work.is_last_of_epoch or work.step + 1 >= end:
         return 0

@@ -15,12 +15,12 @@ from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 WATCHED_STEPS = 2
 """First steps whose tensors are counted one by one on a CPU; after these, only heavier ones."""
 WATCHED_AHEAD = 128
-"""Steps ahead among which a heavier one is looked for: that one is counted, and not each before it that is
-heavier than those so far. Counting takes half of a small model's step. Taste."""
+"""Number of coming steps among which the heaviest is counted. A lighter step before it is left out:
+counting takes half of a small model's step. Taste."""
 
 
 class StepWeight(NamedTuple):
-    """What a step weighs beside others."""
+    """Weight of a step beside others."""
 
     tokens: int
     most_coming: Callable[[], int]
@@ -32,8 +32,8 @@ class MemoryWatch:
     """Peak bytes by phase.
 
     On CUDA the caching allocator counts, in every step and for nothing. On a CPU live tensors are counted by
-    a dispatch mode, which costs time: in the first steps, and in each that has more tokens than those before it
-    and those that come soon.
+    a dispatch mode, which costs time: in the first steps, and in each that has more tokens than those before
+    it and those that come soon.
     """
 
     device: torch.device

@@ -1,0 +1,148 @@
+"""memtrain's SFT beside the bare loop of plain PyTorch, which is the limit: the tool's own cost of a step.
+
+    python benchmarks/bare_loop.py [--models 0.9M 25M] [--steps 40] [--repeats 3]
+
+The bare loop is what one writes by hand, and nothing else: padded rows, sdpa, transformers' own loss
+over all logits of a row, fused AdamW, a clipped norm; no file is written and nothing is told. memtrain
+runs as its plan chooses, with its meter of memory as it is by default, and without it. The sides take
+turns in processes of their own, one thread each, float32, the same weights and rows (made-up word
+problems). `mean`: processor time from the end of the first step to that of the last, over the steps
+between; the steps that the meter counts are among them. `settled`: the median step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from method_sides import run_memtrain
+from methods_vs_trl import write_rows
+from result_files import write_result
+from sft_sides import versions
+from sft_vs_trl import MODELS, environment, save_model
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "bare_loop.json"
+SIDES = ("bare", "measured", "unmeasured")
+"""memtrain's: with its meter of memory, and without."""
+BATCH = 4
+
+
+def run_bare(job: dict[str, Any]) -> dict[str, Any]:
+    """The plain loop."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    model = AutoModelForCausalLM.from_pretrained(job["model"], attn_implementation="sdpa")
+    model.train()
+    rows = [json.loads(line) for line in Path(job["data"]).read_text().splitlines()]
+    made: list[tuple[list[int], int]] = []
+    for row in rows:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        made.append(
+            ([*prompt, *tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id], len(prompt))
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job["lr"], fused=True, weight_decay=0.0)
+    cpu_s: list[float] = []
+    for step in range(job["steps"]):
+        taken = made[step * BATCH : (step + 1) * BATCH]
+        longest = max(len(ids) for ids, _ in taken)
+        ids_BT, labels_BT = torch.zeros(BATCH, longest, dtype=torch.int64), torch.full((BATCH, longest), -100)
+        mask_BT = torch.zeros(BATCH, longest, dtype=torch.int64)
+        for row, (ids, num_prompt) in enumerate(taken):
+            ids_BT[row, : len(ids)] = torch.tensor(ids)
+            labels_BT[row, num_prompt : len(ids)] = torch.tensor(ids[num_prompt:])
+            mask_BT[row, : len(ids)] = 1
+        loss = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        cpu_s.append(time.process_time())
+    return {"cpu_s": cpu_s}
+
+
+def turn(job: dict[str, Any], side: str, folder: Path) -> list[float]:
+    """Processor seconds at the end of each step of one side, in a process of its own."""
+    work = folder / f"{side}-{job['seed']}"
+    work.mkdir()
+    given = job | {"folder": str(work), "measure_peaks": side == "measured"}
+    (work / "job.json").write_text(json.dumps(given))
+    words = [sys.executable, __file__, "--side", side, str(work / "job.json"), str(work / "made.json")]
+    one = os.environ | {"OMP_NUM_THREADS": "1", "MEMTRAIN_CALIBRATION": "off"}
+    done = subprocess.run(words, capture_output=True, text=True, env=one)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((work / "made.json").read_text())["cpu_s"]
+
+
+def costs(cpu_s: Sequence[float]) -> dict[str, float]:
+    """(mean, median) seconds of the steps after the first."""
+    steps = [after - before for before, after in pairwise(cpu_s)]
+    return {"mean_s": statistics.fmean(steps), "settled_s": statistics.median(steps)}
+
+
+def compare(size: str, steps: int, repeats: int, folder: Path) -> dict[str, Any]:
+    """The sides in turns; ratios of memtrain's to the bare loop's, turn by turn."""
+    save_model(folder / size, MODELS[size])
+    turns: list[dict[str, dict[str, float]]] = []
+    for seed in range(repeats):
+        data = folder / f"{size}-{seed}.jsonl"
+        write_rows("sft", data, steps * BATCH, seed, None)
+        job = {
+            "method": "sft",
+            "model": str(folder / size),
+            "data": str(data),
+            "batch_size": BATCH,
+            "steps": steps,
+            "lr": 1e-4,
+            "seed": seed,
+            "fixed": False,
+        }
+        turns.append({side: costs(turn(job, side, folder)) for side in SIDES})
+        print(json.dumps(turns[-1]), flush=True)
+    ratios = {
+        side: {
+            key: sorted(round(one[side][key] / one["bare"][key], 4) for one in turns)
+            for key in ("mean_s", "settled_s")
+        }
+        for side in SIDES[1:]
+    }
+    return {"model": size, "steps": steps, "turns": turns, "over_bare": ratios}
+
+
+def main() -> int:
+    """Compare model by model, or be one side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["0.9M", "25M"], choices=list(MODELS))
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    if asked.side:
+        side, job, out = asked.side
+        made = (run_bare if side == "bare" else run_memtrain)(json.loads(Path(job).read_text()))
+        Path(out).write_text(json.dumps({"cpu_s": made["cpu_s"]}))
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        found = [compare(size, asked.steps, asked.repeats, Path(name)) for size in asked.models]
+    told = {"models": found, "environment": environment(), "versions": versions("memtrain")}
+    write_result(asked.output, told)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
