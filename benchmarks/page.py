@@ -684,7 +684,9 @@ def where(result: Result, section: Section) -> str:
         told = result
     device = told.get("device") or told.get("machine") or "CPU, 2 cores, one thread"
     committed = last_commit(section.file)
-    date = str(told.get("date") or told.get("made") or committed[1])[:10]
+    # A result of a known commit is no younger for a later change of its file.
+    made_at = _git("log", "-1", "--format=%as", str(told["commit"])).strip() if "commit" in told else ""
+    date = str(told.get("date") or told.get("made") or made_at or committed[1])[:10]
     commit = str(told.get("commit") or committed[0])[:7]
     command = told.get("command") or section.command
     if not command and section.file.startswith("waterfall"):

@@ -105,6 +105,14 @@ def test_rows_of_methods_are_kept_in_order_and_shown_with_the_losing_ones(script
     assert "| 0.9M | dpo (GSM8K) | 1.00 s | 0.50 s | 0.50 (0.40-0.60) | 0.50 (0.40-0.60) |" in shown[2]
 
 
+def test_a_footer_has_the_date_of_its_own_commit(script: Any, monkeypatch: pytest.MonkeyPatch):
+    """A later change of the file, here unknown, makes no figure younger."""
+    page = script("page")
+    monkeypatch.setattr(page, "_git", lambda *words: "2026-01-02\n" if words[-1] == "abc1234" else "")
+    told = {"environment": {"commit": "abc1234", "device": "CPU", "command": "python x.py"}}
+    assert page.where(told, page.SECTIONS[0]) == "Measured on CPU, 2026-01-02, commit abc1234: `python x.py`."
+
+
 def test_made_up_completions_depend_on_the_prompt_and_their_number_only(script: Any):
     sides = script("method_sides")
     one = sides.fixed_completion((5, 6, 7), 0, 32)
