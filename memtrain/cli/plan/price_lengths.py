@@ -10,7 +10,7 @@ from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, typical_micro_batch
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.plan.units import gib
-from memtrain.memory.planner.resolve import Resolved, resolve
+from memtrain.memory.planner.resolve import Resolved, resolved_if_it_fits
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
@@ -69,7 +69,7 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
             teacher=teacher,
         )
         try:
-            resolved = resolve(asked, facts)
+            resolved = resolved_if_it_fits(asked, facts)
         except (DoesNotFit, RecipeError) as error:
             return Cost(fits=False, peak_bytes=None, step_s=None, words=error.faults[0].what)
         return cost_of(resolved, facts)
