@@ -253,6 +253,15 @@ LONG = HeaviestBatch(rows=2, tokens=4096, scored_tokens=3000, longest=2048)
 IN_SLICES = {"slice_tokens": 512, "max_length": 2048}
 
 
+LONG_ROW = HeaviestBatch(rows=1, tokens=4096, scored_tokens=4096, longest=4096)
+"""Of which two ranks gather as many keys as they can."""
+SLICED = {"num_processes": 2, "context_parallel": 2, "pad_to_multiple_of": 4}
+ONE_ROW = SLICED | HALF | {"max_length": 4096}
+SLIDING = SMALL | {"model_type": "mistral", "sliding_window": 64}
+GPT_OSS = SMALL | EXPERTS | {"model_type": "gpt_oss", "head_dim": 32, "sliding_window": 64}
+GPT_OSS |= {"layer_types": ["sliding_attention", "full_attention"]}
+
+
 def streamed(config, changes, *more, method="sft", **said):
     """Long rows in slices."""
     return replace(Case(method, config, IN_SLICES | changes, *more, **said), batch=LONG)
@@ -282,6 +291,12 @@ STREAMED = {
     "streamed, experts": streamed(
         SMALL | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 32, "moe_intermediate_size": 96}, HALF
     ),
+    "streamed, sliding windows, bfloat16": streamed(SLIDING, HALF),
+    "streamed, gpt-oss": streamed(GPT_OSS, HALF),
+    "streamed, gpt-oss, LoRA": streamed(GPT_OSS, HALF | {"adapter": LORA}),
+    "streamed, slices": replace(streamed(LLAMA, ONE_ROW), batch=LONG_ROW),
+    "streamed, slices, tied": replace(streamed(QWEN, ONE_ROW), batch=LONG_ROW),
+    "streamed, slices, sliding windows": replace(streamed(SLIDING, ONE_ROW), batch=LONG_ROW),
 }
 TAUGHT = {"teacher": "model"}
 FROM_FILE = {"teacher": "file", "teacher_top_k": 8}
@@ -380,6 +395,8 @@ ARCHITECTURES = {
     ),
     "mixtral": arch("mixtral", sliding_window=None, **EXPERTS),
     "qwen3_moe, evened": arch("qwen3_moe", EVENED, head_dim=32, moe_intermediate_size=96, **EXPERTS),
+    "gpt_oss": sft(GPT_OSS, HALF),
+    "gpt_oss, LoRA, checkpointed": sft(GPT_OSS, HALF | EVERY | {"adapter": LORA}),
     "mixtral, evened, checkpointed": arch("mixtral", EVENED | EVERY, sliding_window=None, **EXPERTS),
 }
 TWO = {"num_processes": 2}
@@ -388,7 +405,6 @@ AWAY = {"shard_offload": "parameters"}
 ULYSSES = {"context_by": "ulysses"}
 LEARNT = HeaviestBatch(rows=1, tokens=512, scored_tokens=512, longest=512)
 """A slice of it has as many scored tokens as it can."""
-SLICED = TWO | {"context_parallel": 2, "pad_to_multiple_of": 4}
 RANKS = {
     "two ranks": sft(LLAMA, TWO, 2),
     "two ranks, bfloat16": sft(LLAMA, TWO | HALF | {"master_weights": True}),

@@ -14,6 +14,7 @@ from memtrain.memory.estimate.context_parallel import (
     gathered_backward,
     gathered_forward,
     num_gathered_kv,
+    score_pairs,
     ulysses_kept,
 )
 from memtrain.memory.estimate.quantized import packs_itself, unpacked
@@ -56,7 +57,7 @@ def attention_kept(load: Workload) -> int:
     if load.settings.attention == "masked":
         # Softmax in float32 and its copy for the product with the values, and the inverted mask; of capped
         # scores the cap's output besides.
-        return kept + N * N * (shape.num_heads * (4 + a + 4 * shape.makes_scores) + 1)
+        return kept + score_pairs(load)[0] * (shape.num_heads * (4 + a + 4 * shape.makes_scores) + 1)
     if makes_own_scores(load):
         # The model's own attention in steps: capped or dropped scores, softmax, rounded copy.
         return kept + _scores(load) * (a + 4 + (a if load.is_half else 0))
@@ -95,8 +96,10 @@ def _needs_product(load: Workload) -> bool:
 def experts_kept(load: Workload) -> int:
     """Kept by a mixture of experts (grouped products), in which every token stands k times.
 
-    Gate, up and activated gate of its k experts, their outputs before weighting, and the router's scores;
-    where a stack is trained or adapted also the tokens that enter it, and what its adapters make of them.
+    Gate, up and activated gate of its k experts (where these are clamped: gate and up as they come and the
+    clamped gate, its sigmoid, their product, and up plus one), their outputs before weighting, and the
+    router's scores; where a stack is trained or adapted also the tokens that enter it, and what its adapters
+    make of them.
     """
     experts = load.shape.experts
     if experts is None:
@@ -106,7 +109,8 @@ def experts_kept(load: Workload) -> int:
     of_gate_up, of_down = (
         load.trains_all or ranks.get(name, 0) > 0 for name in ("gate_up_proj", "down_proj")
     )
-    width = (1 + of_gate_up) * load.shape.width + (3 + of_down) * experts.mlp_width
+    steps = (6 if experts.is_clamped else 3) + of_down
+    width = (1 + of_gate_up) * load.shape.width + steps * experts.mlp_width
     rows = copies * load.a * (width + sum(ranks.values()))
     # Adapters in half precision are rounded for each pass, and kept.
     rounded = 0
@@ -115,6 +119,19 @@ def experts_kept(load: Workload) -> int:
     # The load-balance loss keeps probabilities, the tokens' weights, and what both come to.
     evened = load.N * (4 * experts.num_experts + 8) if load.settings.router_aux_loss_coef else 0
     return rows + rounded + load.N * experts.num_experts * (4 + load.a) + copies * 40 + evened
+
+
+def clamped_forward(load: Workload) -> int:
+    """Held besides while clamped experts multiply: biases of gate and up, picked for each token, the clamped
+    up, and the product where it is not kept. 0 for other experts.
+
+    Source: transformers 5.23, integrations/moe.py, `grouped_mm_experts_forward`; seen in traces of gpt-oss.
+    """
+    experts = load.shape.experts
+    if experts is None or not experts.is_clamped:
+        return 0
+    keeps = load.trains_all or stack_ranks(load).get("down_proj", 0) > 0
+    return load.a * load.N * experts.num_per_token * experts.mlp_width * (4 - keeps)
 
 
 def stack_ranks(load: Workload) -> dict[str, int]:
@@ -208,6 +225,7 @@ def mlp_backward(load: Workload) -> int:
     width = max(shape.mlp_width, experts.num_per_token * experts.mlp_width if experts else 0)
     factors = 1 if load.settings.liger else 2 + (load.is_fused and not _needs_product(load))
     made = a * N * (shape.width + factors * width) + _experts_backward(load)
+    made = max(made, a * N * shape.width + clamped_forward(load))
     return layer_kept(load) + made + _in_float(load, 16 * N * width)
 
 
@@ -234,7 +252,9 @@ def attention_backward(load: Workload) -> int:
     attention += gathered_backward(load) + flash_scratch(load) + windows_backward(load)
     if load.settings.attention == "masked":
         # Gradients of the softmax's output and input; the rounded copy of the output is gone.
-        attention += N * N * shape.num_heads * (6 if load.is_half else 4)
+        held, at_once = score_pairs(load)
+        made = (6 if load.is_half else 4) if held else 8 + a + 4 * shape.makes_scores
+        attention += at_once * shape.num_heads * made
     if makes_own_scores(load):
         attention += 8 * _scores(load)
     return attention
@@ -322,10 +342,10 @@ def layer_forward(load: Workload) -> int:
     attention = a * N * (3 * shape.width + 3 * shape.query_width + 3 * shape.kv_width)
     attention += gathered_forward(load)
     if load.settings.attention == "masked":
-        attention += 12 * N * N * shape.num_heads
+        attention += 12 * score_pairs(load)[1] * shape.num_heads
     if makes_own_scores(load):
         attention += 12 * _scores(load)
-    return max(mlp, attention, experts_kept(load)) + dequantized(load)
+    return max(mlp, attention, experts_kept(load) + clamped_forward(load)) + dequantized(load)
 
 
 @once

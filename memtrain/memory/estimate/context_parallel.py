@@ -13,15 +13,36 @@ if TYPE_CHECKING:
 def num_gathered_kv(load: Workload) -> int:
     """Most tokens whose keys and values a process gathers from the processes that share its rows.
 
-    All of the row; in packed rows without shared prompts, no more than a document at each of the 2n - 1
-    borders of their slices.
+    All of the row where rows share prompts; else no token of the last of 2n chunks, and no more than a
+    document has, or a sliding window of all layers, at each of the 2n - 2 borders between two processes.
     """
-    settings = load.settings
+    settings, shape = load.settings, load.shape
     if settings.context_parallel == 1 or settings.context_by == "ulysses":
         return 0
-    if settings.shared_prompts or not settings.padding_free:
+    if settings.shared_prompts:
         return load.num_whole
-    return min(load.num_whole, (2 * settings.context_parallel - 1) * load.batch.longest)
+    chunks = 2 * settings.context_parallel
+    span = load.batch.longest
+    if shape.sliding_window is not None and shape.num_sliding_layers == shape.num_layers:
+        span = min(span, shape.sliding_window)
+    return min(load.num_whole * (chunks - 1) // chunks, (chunks - 2) * span)
+
+
+def score_pairs(load: Workload) -> tuple[int, int]:
+    """Pairs of a query and a key whose scores masked attention keeps for its backward pass, and has at once
+    in it, each for every head of a process's model.
+
+    All tokens with all; of heads that are dealt out, as many as the processes have of a whole row. Where keys
+    are gathered, spans of rows are merged by their log-sum-exp and keep no score.
+    """
+    settings = load.settings
+    if settings.context_parallel == 1:
+        return load.N**2, load.N**2
+    if settings.context_by == "ulysses":
+        pairs = load.num_whole**2 // settings.context_parallel
+        return pairs, pairs
+    longest = load.batch.longest
+    return 0, min(load.N, longest) * min(max(load.N, num_gathered_kv(load)), longest)
 
 
 def ulysses_width(load: Workload) -> int:

@@ -223,7 +223,8 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
         # Gradients are freed by bucket as their weights are stepped; a tied head's waits for the embedding's.
         at_step = largest_trained(settings, shape) * (load.a if trains_all else 4) + backward_bucket(whole)
         waiting = waits + at_step
-        return _Gradients(0, waiting, waiting, waiting, embedding, arriving, at_step, 0)
+        in_turn = waits + backward_bucket(whole) if settings.slice_tokens else waiting
+        return _Gradients(0, waiting, in_turn, in_turn, embedding, arriving, at_step, 0)
     if accumulates:
         held = whole + waits
         widening = (
@@ -231,7 +232,8 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
         )
         return _Gradients(whole, held, held, held, whole + embedding, arriving, whole, weight, widening)
     waiting = max(waits, of_head * size // load.a)
-    in_first = whole - (own_embedding - waits) - (of_layer * size if trains_all else 0)
+    # A tied head's gradient is widened as it comes, where sums are wide.
+    in_first = whole - own_embedding + (waiting if shape.tied else 0) - of_layer * size * trains_all
     in_embedding = whole - own_embedding + embedding
     return _Gradients(0, waiting, waiting + weight, in_first, in_embedding, arriving, whole, 0)
 

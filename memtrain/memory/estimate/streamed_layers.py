@@ -52,21 +52,23 @@ def streamed_backward(load: Workload) -> dict[str, int]:
     tests/trainers/tools/trace/test_trace.py.
     """
     part, a, N = slice_of(load), load.a, load.N  # noqa: N806
+    sums, added = _sums(load)
     gathered = num_gathered_kv(load)
     keys = 2 * (N + gathered) * load.shape.kv_width * (a + max(4, a))
-    inner, kernel = _slice_backward(part, load)
+    inner, kernel = _slice_backward(part, load, added)
     # The input's gradient waits for that of keys, to which other ranks add.
     rows = layer_boundary(load) * (2 if gathered else 1)
-    return {ROW: rows, KEYS: keys, "recomputation": inner + _sums(load), SCRATCH: kernel}
+    return {ROW: rows, KEYS: keys, "recomputation": inner + sums, SCRATCH: kernel}
 
 
-def _slice_backward(part: Workload, load: Workload) -> tuple[int, int]:
+def _slice_backward(part: Workload, load: Workload, added: int) -> tuple[int, int]:
     """Of one slice of a load, a kernel's scratch apart from the rest (seen in traces).
 
-    In the MLP input, output and that one's gradient are no memory of its own.
+    In the MLP input, output and that one's gradient are no memory of its own; `added`: what its largest map
+    adds to the sum of its weight's gradient. Attention has no weights to add to.
     """
     kept, _ = whole_scores(part)
-    mlp = mlp_backward(part) - 3 * layer_boundary(part) - kept + dequantized(part)
+    mlp = mlp_backward(part) - 3 * layer_boundary(part) - kept + dequantized(part) + added
     attention = _slice_attention(part, load)
     kernel = flash_scratch(part) if attention + flash_scratch(part) > mlp else 0
     return max(mlp, attention + kernel) - kernel, kernel
@@ -110,31 +112,33 @@ def _maps_inputs(part: Workload) -> int:
     return (layer_boundary(part) if adapted else 0) + part.a * part.N * adapter.r * adapted
 
 
-def _sums(load: Workload) -> int:
-    """Gradients of one layer's weights: their sums in float32 at least, and the addend.
+def _sums(load: Workload) -> tuple[int, int]:
+    """Gradients of one layer's weights: their sums in float32 at least, and an addend of the largest.
 
     In float32 that is one gradient. In half precision no gradient is made (trainers/model/streamed/
     wide_products.py): a product's operands are widened a few tokens at a time, where no kernel does without.
     """
     shape, adapter = load.shape, load.settings.adapter
     if adapter is not None:
-        return 4 * shape.num_adapter_per_layer(adapter)
+        return 4 * shape.num_adapter_per_layer(adapter), 0
     whole = shape.num_per_layer(expert=shape.num_expert_layers > 0)
     added = load.a * shape.largest_linear
     if load.is_half and not shape.num_expert_layers:
         ends = max((part.num_inputs + part.num_outputs for part in shape.linears), default=0)
         in_kernel = load.settings.device == "cuda" and load.settings.dtype == "bfloat16"
         added = 0 if in_kernel else 4 * min(WIDENED_TOKENS, load.settings.slice_tokens) * ends
-    return max(4, load.a) * whole + added
+    return max(4, load.a) * whole, added
 
 
 def forward_of_layer(load: Workload) -> int:
     """Most that one layer holds in a pass without gradients; in slices: input, output, keys and values of the
-    row, and a slice. The embeddings stay until the last layer: the model's own forward pass holds them."""
+    row, and a slice, whose own input and embeddings are views. The embeddings stay until the last layer: the
+    model's own forward pass holds them."""
     if not load.settings.slice_tokens:
         return layer_forward(load)
     rows = 3 * layer_boundary(load) + 2 * load.a * (load.N + num_gathered_kv(load)) * load.shape.kv_width
-    return rows + layer_forward(slice_of(load))
+    part = slice_of(load)
+    return rows + layer_forward(part) - 2 * layer_boundary(part)
 
 
 def final_norm_backward(load: Workload) -> int:

@@ -34,13 +34,20 @@ def linears_of(
     )
 
 
+CLAMPED_EXPERTS = ("gpt_oss",)
+"""Model types whose experts clamp gate and up.
+
+Source: transformers 5.23, modeling_gpt_oss.py, `_apply_gate`."""
+
+
 def experts_of(config: Mapping[str, Any]) -> Experts | None:
     """The mixture of experts of a layer; None where there is none."""
     count = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
     if not count or int(count) < 2:
         return None
     width = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
-    return Experts(int(count), int(config.get("num_experts_per_tok") or 2), int(width))
+    is_clamped = config.get("model_type") in CLAMPED_EXPERTS
+    return Experts(int(count), int(config.get("num_experts_per_tok") or 2), int(width), is_clamped)
 
 
 def num_expert_layers_of(config: Mapping[str, Any], num_layers: int) -> int:

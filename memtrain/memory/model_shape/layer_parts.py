@@ -48,6 +48,9 @@ class Experts:
     num_experts: int
     num_per_token: int
     mlp_width: int
+    is_clamped: bool = False
+    """Gate and up are clamped before the one is activated and one is added to the other: each step is kept
+    for the backward pass, and a bias of its own is picked for every token."""
 
     def num_parameters(self, width: int) -> int:
         """Router, gates, up and down projections."""

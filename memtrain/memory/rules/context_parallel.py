@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import cast
 
 from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.attention import AttentionBackend, AttentionChoice, model_facts, own_scores
+from memtrain.memory.rules.attention import AttentionBackend, AttentionChoice
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.recipe import Recipe
 
@@ -20,6 +19,7 @@ SLICED = (
     AttentionBackend.TORCH_VARLEN,
     AttentionBackend.FLASH,
     AttentionBackend.FLASH3,
+    AttentionBackend.MASKED,
 )
 """Back ends that tell the log-sum-exp of their scores: by it the parts of a row are put together."""
 
@@ -135,15 +135,6 @@ def context_faults(recipe: Recipe, config: Mapping[str, object]) -> list[tuple[s
         )
     if recipe.memory.loss == "liger":
         faults.append((NOT_WITH_LIGER, "memory.loss", f"set it to chunked, or {PATH}: 1"))
-    scores = own_scores(config, recipe.length.max_length)
-    if scores is not None:
-        faults.append(
-            (
-                f"the model has {scores}, and slices of several processes are not put together so",
-                PATH,
-                f"remove it for this model{_within_window(config)}",
-            )
-        )
     rule = reached(length_rules(config), recipe.length.max_length, "row")
     if rule is not None:
         faults.append(
@@ -154,13 +145,6 @@ def context_faults(recipe: Recipe, config: Mapping[str, object]) -> list[tuple[s
             )
         )
     return faults
-
-
-def _within_window(config: Mapping[str, object]) -> str:
-    """The other way out, where rows within a window are plain."""
-    window = model_facts(config)["sliding_window_tokens"]
-    is_plain = window is not None and own_scores(config, cast(int, window)) is None
-    return f", or set length.max_length to at most {window:,}" if is_plain else ""
 
 
 def row_multiple(multiple: int | None, size: int) -> int | None:

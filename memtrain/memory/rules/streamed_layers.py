@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from memtrain.memory.rules.attention import AttentionBackend, AttentionChoice, model_facts
+from memtrain.memory.rules.attention import AttentionChoice, model_facts
 from memtrain.memory.rules.context_parallel import NOT_SLICED, SLICED
 from memtrain.memory.rules.ledger import DecisionLog, streams
 
 PATH = "memory.streamed_layers"
 
-STREAMED = (*SLICED, AttentionBackend.MASKED)
+STREAMED = SLICED
 """Back ends that attend from a slice to the keys before it."""
 
 OF_ALL_TOKENS = (

@@ -78,16 +78,16 @@ def test_activations_shrink_by_the_processes_of_a_row(ask: Ask, facts: PlannerIn
 
 
 def test_what_is_gathered_is_priced(ask: Ask, facts: PlannerInputs):
-    """Four rows of 512 by two: three borders, a document at each, 1,536 of 2,048 tokens; 256 numbers wide.
+    """Four rows of 512 by two: two borders, a document at each, 1,024 of 2,048 tokens; 256 numbers wide.
     Keys, values and a kernel's gradients of both in float32, and the sums of these: 24 bytes a number."""
     settings = ask(
         facts, **ONE, cluster__context_parallel=2, length__packing="bfd", length__max_length=512
     ).settings
     load = Workload(settings, facts.shape, HeaviestBatch(4, 2048, 2048, 512))
-    assert num_gathered_kv(load) == 1536
-    assert gathered_backward(load) == 24 * 1536 * 256
+    assert num_gathered_kv(load) == 1024
+    assert gathered_backward(load) == 24 * 1024 * 256
     one_row = Workload(settings, facts.shape, HeaviestBatch(1, 2048, 2048, 2048))
-    assert num_gathered_kv(one_row) == 2048
+    assert num_gathered_kv(one_row) == 1536, "no other rank looks at the last of four chunks"
     alone = settings.model_copy(update={"context_parallel": 1})
     assert num_gathered_kv(Workload(alone, facts.shape, HeaviestBatch(1, 2048, 2048, 2048))) == 0
 
@@ -153,7 +153,6 @@ def test_processes_that_it_does_not_divide_are_refused(ask: Ask, facts: PlannerI
 @pytest.mark.parametrize(
     ("said", "words", "where"),
     [
-        ({"model__attention": "masked"}, "log-sum-exp", "model.attention"),
         ({"model__attention": "transformers"}, "log-sum-exp", "model.attention"),
         ({"optim__neftune_alpha": 5.0}, "noise on the embeddings", "optim.neftune_alpha"),
     ],
@@ -191,3 +190,29 @@ def test_plain_and_linear_rotary_positions_are_not(ask: Ask, facts_of, profile_o
     assert ask(
         facts_of(cpu(64 * GIB, 4), profile_of(*[512] * 64), config), **ONE, cluster__context_parallel=2
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "backend"),
+    [
+        ({"model_type": "mistral", "sliding_window": 128}, "torch_cpu"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0, "sliding_window": 128}, "masked"),
+    ],
+)
+def test_rows_with_rules_of_their_scores_are_shared(
+    ask: Ask, facts_of, profile_of, facts: PlannerInputs, model: dict[str, Any], backend: str
+):
+    config = {**facts.config, **model}
+    asked = facts_of(cpu(64 * GIB, 4), profile_of(*[512] * 64), config)
+    settings = ask(asked, **ONE, cluster__context_parallel=2).settings
+    assert (settings.attention, settings.context_parallel) == (backend, 2)
+
+
+def test_a_window_of_all_layers_gathers_no_more_than_itself(
+    ask: Ask, facts_of, profile_of, facts: PlannerInputs
+):
+    """Two borders between two ranks' chunks, 128 tokens at each."""
+    config = {**facts.config, "model_type": "mistral", "sliding_window": 128}
+    asked = facts_of(cpu(64 * GIB, 4), profile_of(*[512] * 64), config)
+    settings = ask(asked, **ONE, cluster__context_parallel=2).settings
+    assert num_gathered_kv(Workload(settings, asked.shape, HeaviestBatch(1, 2048, 2048, 2048))) == 2 * 128

@@ -247,7 +247,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("adamw_8bit", SHARDED | {"optimizer": "adamw_8bit"}),
     ("paged_adamw", SHARDED | {"optimizer": "paged_adamw"}),
     ("paged_adamw_8bit", SHARDED | {"optimizer": "paged_adamw_8bit"}),
-    ("context_parallel", {"context_parallel": 2, "attention": "masked"}),
+    ("context_parallel", {"context_parallel": 2, "attention": "transformers"}),
     ("context_parallel", {"context_parallel": 2, "loss": "liger"}),
     ("context_parallel", {"context_parallel": 2, "engine": "zero3"}),
     ("liger_loss", {"loss": "liger", "shared_prompts": True}),

@@ -40,7 +40,7 @@ STRATEGY = Strategy(
     refusal=refusal,
     conflicts=(
         Conflict(
-            "attention that is flex, torch_efficient, masked or transformers",
+            "attention that is flex, torch_efficient or transformers",
             NOT_SLICED,
             when=lambda settings: settings.attention not in SLICED,
         ),

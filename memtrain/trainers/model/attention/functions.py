@@ -163,14 +163,15 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
         query_THD, key_TKD, value_TKD = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))
         scale = scaling if scaling is not None else D**-0.5
         if isinstance(layout, SlicedLayout):
-            out_THD = attend_sliced(query_THD, key_TKD, value_TKD, layout, scale, backend)
+            out_THD = attend_sliced(query_THD, key_TKD, value_TKD, layout, scale, backend, rule)
         elif isinstance(layout, SliceLayout):
             out_THD = attend_streamed(query_THD, key_TKD, value_TKD, layout, scale, backend, rule)
         else:
-            attend = attend_by_rule(backend, rule)
             if isinstance(layout, RowPart):
+                attend = attend_by_rule(backend, rule.of_rank(layout.ranks.index, layout.ranks.size))
                 out_THD = attend_by_heads(query_THD, key_TKD, value_TKD, layout, scale, attend)
             else:
+                attend = attend_by_rule(backend, rule)
                 out_THD = attend(query_THD, key_TKD, value_TKD, layout, scale)
         return out_THD[None, ..., :D_value], None
 
@@ -223,17 +224,18 @@ def _unsupported(module: nn.Module, dropout: float, others: dict[str, Any]) -> s
 
 
 def _not_by_rule(backend: AttentionBackend, layout: RowLayout, rule: ScoreRule) -> str | None:
-    """A rule that the back end, or a row held by several processes, cannot follow."""
+    """A rule that the back end cannot follow."""
     if rule is PLAIN:
         return None
-    held_by = " under context parallelism" if isinstance(layout, SlicedLayout | RowPart) else f" by {backend}"
-    if rule.softcap is not None and (backend not in CAPPED or isinstance(layout, SlicedLayout)):
-        return RULES["softcap"] + held_by
-    if backend in MERGED and not isinstance(layout, SlicedLayout | RowPart):
+    if rule.softcap is not None and backend not in CAPPED:
+        return f"{RULES['softcap']} by {backend}"
+    if backend in MERGED:
         return None
     if rule.sinks_H is not None:
-        return RULES["s_aux"] + held_by
-    if rule.window is not None and not (backend in MERGED and isinstance(layout, RowPart)):
+        return f"{RULES['s_aux']} by {backend}"
+    if rule.window is not None:
         span = layout.longest_span
-        return f"a sliding window of {rule.window:,} tokens and a row that looks back on {span:,}{held_by}"
+        return (
+            f"a sliding window of {rule.window:,} tokens and a row that looks back on {span:,} by {backend}"
+        )
     return None

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,12 @@ class ScoreRule:
     window: int | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
+
+    def of_rank(self, index: int, size: int) -> ScoreRule:
+        """The same for the heads that one of `size` ranks takes."""
+        if self.sinks_H is None:
+            return self
+        return replace(self, sinks_H=self.sinks_H.unflatten(0, (size, -1))[index])
 
 
 PLAIN = ScoreRule()

@@ -21,8 +21,11 @@ import torch
 from torch import Tensor
 
 from memtrain.memory.rules.attention import AttentionBackend
-from memtrain.trainers.model.attention.two_part import Kernel, merge_rows
+from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule, merge_sinks, sinks_gradient
+from memtrain.trainers.model.attention.two_part import Kernel, capped, merge_rows
+from memtrain.trainers.model.attention.windows import Reach
 from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout
+from memtrain.trainers.model.context_parallel.windowed_rows import under_window
 
 KERNELS = {
     AttentionBackend.TORCH_CPU: "TorchCpu",
@@ -43,11 +46,16 @@ def attend_sliced(
     layout: SlicedLayout,
     scale: float,
     backend: AttentionBackend,
+    rule: ScoreRule = PLAIN,
 ) -> Tensor:
-    """`out_THD` of the slice, differentiable; called by all ranks of the group together."""
+    """`out_THD` of the slice under a layer's rule of its scores, differentiable; called by all ranks of the
+    group together."""
     module = import_module(f"memtrain.trainers.model.attention.{backend}")
-    kernel: type[Kernel] = getattr(module, KERNELS[backend])
-    out_THD: Tensor = SlicedAttention.apply(query_THD, key_TKD, value_TKD, layout, scale, kernel)
+    kernel = capped(getattr(module, KERNELS[backend]), rule.softcap)
+    layout = under_window(layout, rule.window)
+    out_THD: Tensor = SlicedAttention.apply(
+        query_THD, key_TKD, value_TKD, rule.sinks_H, layout, scale, kernel
+    )
     return out_THD
 
 
@@ -60,55 +68,79 @@ class SlicedAttention(torch.autograd.Function):
         query_THD: Tensor,
         key_TKD: Tensor,
         value_TKD: Tensor,
+        sinks_H: Tensor | None,
         layout: SlicedLayout,
         scale: float,
         kernel: type[Kernel],
     ) -> Tensor:
         """`out_THD`, in the query's dtype."""
         out_THD, lse_HT = kernel.forward(query_THD, key_TKD, value_TKD, layout.within, scale)
+        for queries, keys, part in layout.own_reaches:
+            there = kernel.forward(query_THD[queries], key_TKD[keys], value_TKD[keys], part, scale)
+            merge_rows(out_THD, lse_HT, *there, queries)
         if layout.num_gathered_kv:
             keys_MKD, values_MKD = gathered(key_TKD, value_TKD, layout)
             for queries, keys, part in layout.reaches:
                 there = kernel.forward(query_THD[queries], keys_MKD[keys], values_MKD[keys], part, scale)
                 merge_rows(out_THD, lse_HT, *there, queries)
-        ctx.save_for_backward(query_THD, key_TKD, value_TKD, out_THD, lse_HT)
+        if sinks_H is not None:
+            merge_sinks(out_THD, lse_HT, sinks_H)
+        ctx.save_for_backward(query_THD, key_TKD, value_TKD, sinks_H, out_THD, lse_HT)
         ctx.layout, ctx.scale, ctx.kernel = layout, scale, kernel
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of query, key and value; none for the rest."""
-        query_THD, key_TKD, value_TKD, out_THD, lse_HT = ctx.saved_tensors
+        """Gradients of query, key, value and sinks; none for the rest."""
+        query_THD, key_TKD, value_TKD, sinks_H, out_THD, lse_HT = ctx.saved_tensors
         layout: SlicedLayout = ctx.layout
         kernel: type[Kernel] = ctx.kernel
         grad_THD = grads[0].contiguous()
         dq_THD, dk_TKD, dv_TKD = kernel.backward(
             grad_THD, query_THD, key_TKD, value_TKD, out_THD, lse_HT, layout.within, ctx.scale
         )
-        if not layout.num_gathered_kv:
-            return dq_THD, dk_TKD, dv_TKD, None, None, None
-        keys_MKD, values_MKD = gathered(key_TKD, value_TKD, layout)
-        wide = torch.promote_types(key_TKD.dtype, torch.float32)
-        dk_MKD = torch.zeros_like(keys_MKD, dtype=wide)
-        dv_MKD = torch.zeros_like(values_MKD, dtype=wide)
-        for queries, keys, part in layout.reaches:
-            dq_there, dk_there, dv_there = kernel.backward(
-                grad_THD[queries],
-                query_THD[queries],
-                keys_MKD[keys],
-                values_MKD[keys],
-                out_THD[queries],
-                lse_HT[:, queries].contiguous(),
-                part,
-                ctx.scale,
-            )
-            dq_THD[queries] += dq_there
-            dk_MKD[keys] += dk_there
-            dv_MKD[keys] += dv_there
-        del keys_MKD, values_MKD
-        dk_TKD = returned(dk_TKD, dk_MKD, layout)
-        dv_TKD = returned(dv_TKD, dv_MKD, layout)
-        return dq_THD, dk_TKD, dv_TKD, None, None, None
+        d_sinks_H = None if sinks_H is None else sinks_gradient(grad_THD, out_THD, lse_HT, sinks_H)
+        of_queries = grad_THD, query_THD, out_THD, lse_HT, dq_THD
+        own = key_TKD, value_TKD, dk_TKD, dv_TKD
+        _add_reaches(kernel, layout.own_reaches, of_queries, own, ctx.scale)
+        if layout.num_gathered_kv:
+            keys_MKD, values_MKD = gathered(key_TKD, value_TKD, layout)
+            wide = torch.promote_types(key_TKD.dtype, torch.float32)
+            dk_MKD = torch.zeros_like(keys_MKD, dtype=wide)
+            dv_MKD = torch.zeros_like(values_MKD, dtype=wide)
+            there = keys_MKD, values_MKD, dk_MKD, dv_MKD
+            _add_reaches(kernel, layout.reaches, of_queries, there, ctx.scale)
+            del keys_MKD, values_MKD, there
+            dk_TKD = returned(dk_TKD, dk_MKD, layout)
+            dv_TKD = returned(dv_TKD, dv_MKD, layout)
+        return dq_THD, dk_TKD, dv_TKD, d_sinks_H, None, None, None
+
+
+def _add_reaches(
+    kernel: type[Kernel],
+    reaches: tuple[Reach, ...],
+    of_queries: tuple[Tensor, ...],
+    of_keys: tuple[Tensor, ...],
+    scale: float,
+) -> None:
+    """Add what some reaches give to the gradients of queries, keys and values: the last of `of_queries`, and
+    the last two of `of_keys`."""
+    grad_THD, query_THD, out_THD, lse_HT, dq_THD = of_queries
+    key_MKD, value_MKD, dk_MKD, dv_MKD = of_keys
+    for queries, keys, part in reaches:
+        dq_there, dk_there, dv_there = kernel.backward(
+            grad_THD[queries],
+            query_THD[queries],
+            key_MKD[keys],
+            value_MKD[keys],
+            out_THD[queries],
+            lse_HT[:, queries].contiguous(),
+            part,
+            scale,
+        )
+        dq_THD[queries] += dq_there
+        dk_MKD[keys] += dk_there
+        dv_MKD[keys] += dv_there
 
 
 def gathered(key_TKD: Tensor, value_TKD: Tensor, layout: SlicedLayout) -> tuple[Tensor, Tensor]:

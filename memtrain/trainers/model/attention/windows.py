@@ -13,7 +13,7 @@ So every back end that gives the log-sum-exp of its scores has windows, on whole
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class Windowed:
     reaches: tuple[Reach, ...]
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Rows of queries and keys that meet in one span of a call."""
 
     query: int
@@ -76,29 +76,37 @@ def windowed(layout: Layout, window: int, begin: int, end: int) -> Windowed:
 
 
 def _windowed(layout: Layout, window: int, begin: int, end: int) -> Windowed:
+    pieces = list(pieces_between(layout, begin, end))
+    edges = Edges()
+    for start, first, stop in pieces:
+        prompt = prompt_of(layout, start)
+        if prompt is not None:
+            edges.add((first, stop - first), (prompt[1], prompt[1] - prompt[0]), window - (first - start))
+    return inside(pieces, window, begin, end, edges, layout.device)
+
+
+def inside(
+    pieces: Iterable[tuple[int, int, int]],
+    window: int,
+    begin: int,
+    end: int,
+    edges: Edges,
+    device: torch.device,
+) -> Windowed:
+    """The pattern of some pieces, each (begin of its segment, first row, row after the last) of rows
+    `begin:end`, to themselves and to what lies before them, beside some `edges`."""
     lengths: list[int] = []
-    turned: list[_Piece] = []
-    full: list[_Piece] = []
-    for start, first, stop in _pieces(layout, begin, end):
+    for start, first, stop in pieces:
         for block in range(first, stop, window):
             num = min(window, stop - block)
             lengths.append(num)
-            _edge(turned, full, (block, num), (block, block - start), window)
-        prompt = _prompt_of(layout, start)
-        if prompt is not None:
-            passed = first - start
-            _edge(turned, full, (first, stop - first), (prompt[1], prompt[1] - prompt[0]), window - passed)
+            edges.add((block, num), (block, block - start), window)
     bounds = tuple(accumulate(lengths, initial=0))
-    most = end - begin
-    calls = [(pieces, True) for pieces in _apart(turned)]
-    calls += [(pieces, False) for pieces in _apart(_cut(full, most))]
-    return Windowed(
-        within=part_of(bounds, bounds, device=layout.device, is_causal=True),
-        reaches=tuple(_reach(pieces, begin, layout, is_turned=turned) for pieces, turned in calls),
-    )
+    within = part_of(bounds, bounds, device=device, is_causal=True)
+    return Windowed(within, edges.reaches(begin, end - begin, device))
 
 
-def _pieces(layout: Layout, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+def pieces_between(layout: Layout, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
     """(begin of the segment, first row, row after the last) of the segments between two rows."""
     bounds = layout.within.query_bounds
     for number in range(bisect_right(bounds, begin) - 1, len(bounds) - 1):
@@ -107,7 +115,7 @@ def _pieces(layout: Layout, begin: int, end: int) -> Iterator[tuple[int, int, in
         yield bounds[number], max(begin, bounds[number]), min(end, bounds[number + 1])
 
 
-def _prompt_of(layout: Layout, start: int) -> tuple[int, int] | None:
+def prompt_of(layout: Layout, start: int) -> tuple[int, int] | None:
     """Rows of the prompt of the completion that begins at row `start`; None where it has none."""
     part = layout.to_prompt
     if part is None or start < layout.num_prompt_tokens:
@@ -116,40 +124,67 @@ def _prompt_of(layout: Layout, start: int) -> tuple[int, int] | None:
     return part.key_bounds[group], part.key_bounds[group + 1]
 
 
-def _edge(
-    turned: list[_Piece], full: list[_Piece], queries: tuple[int, int], keys: tuple[int, int], window: int
-) -> None:
-    """Add what queries (first row, number) see of the keys (row after the last, number) that lie before them.
+class Edges:
+    """Queries and the keys before them that lie within a window: triangles and rectangles."""
 
-    `window` tokens, of which those between the last key and the first query are taken off. Query i sees
-    keys from `i - shift` on.
-    """
-    query, num_queries = queries[0], min(queries[1], window - 1)
-    num_keys = min(keys[1], window - 1)
-    if num_queries <= 0 or num_keys <= 0:
-        return
-    key = keys[0] - num_keys
-    shift = window - 1 - num_keys
-    if shift > 0:
-        full.append(_Piece(query, min(shift, num_queries), key, num_keys))
-    side = num_queries - shift
-    if side > 0:
-        turned.append(_Piece(query + shift, side, key, side))
-        if num_keys > side:
-            full.append(_Piece(query + shift, side, key + side, num_keys - side))
+    def __init__(self) -> None:
+        self.turned: list[Piece] = []
+        """Triangles, read from their ends to their beginnings."""
+        self.full: list[Piece] = []
+        """Rectangles."""
+
+    def add(self, queries: tuple[int, int], keys: tuple[int, int], window: int) -> None:
+        """Add what queries (first row, number) see of the keys (row after the last, number) before them.
+
+        `window` tokens, of which those between the last key and the first query are taken off. Query i sees
+        keys from `i - shift` on.
+        """
+        query, num_queries = queries[0], min(queries[1], window - 1)
+        num_keys = min(keys[1], window - 1)
+        if num_queries <= 0 or num_keys <= 0:
+            return
+        key = keys[0] - num_keys
+        shift = window - 1 - num_keys
+        if shift > 0:
+            self.full.append(Piece(query, min(shift, num_queries), key, num_keys))
+        side = num_queries - shift
+        if side > 0:
+            self.turned.append(Piece(query + shift, side, key, side))
+            if num_keys > side:
+                self.full.append(Piece(query + shift, side, key + side, num_keys - side))
+
+    def key_spans(self) -> Iterator[tuple[int, int]]:
+        """First row of the keys of each piece, and the row after the last."""
+        for piece in (*self.turned, *self.full):
+            yield piece.key, piece.key + piece.num_keys
+
+    def moved(self, place: Callable[[int], int]) -> Edges:
+        """The same with the keys at other rows, as `place` says of each piece's first."""
+        made = Edges()
+        made.turned, made.full = (
+            [piece._replace(key=place(piece.key)) for piece in pieces] for pieces in (self.turned, self.full)
+        )
+        return made
+
+    def reaches(self, begin: int, most: int, device: torch.device) -> tuple[Reach, ...]:
+        """The pieces by calls of a kernel: rows of queries count from `begin`, rectangles have at most `most`
+        keys."""
+        calls = [(pieces, True) for pieces in _apart(self.turned)]
+        calls += [(pieces, False) for pieces in _apart(_cut(self.full, most))]
+        return tuple(_reach(pieces, begin, device, is_turned=is_turned) for pieces, is_turned in calls)
 
 
-def _cut(pieces: Iterable[_Piece], most: int) -> Iterator[_Piece]:
+def _cut(pieces: Iterable[Piece], most: int) -> Iterator[Piece]:
     """Pieces of at most `most` keys each: a kernel makes gradients of keys for every query head before it
     sums them, and the number of keys bounds these."""
     for piece in pieces:
         for key in range(0, piece.num_keys, most):
-            yield _Piece(piece.query, piece.num_queries, piece.key + key, min(most, piece.num_keys - key))
+            yield Piece(piece.query, piece.num_queries, piece.key + key, min(most, piece.num_keys - key))
 
 
-def _apart(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
+def _apart(pieces: Iterable[Piece]) -> list[list[Piece]]:
     """Pieces by calls in which no row of a query and no row of a key is met twice."""
-    calls: list[list[_Piece]] = []
+    calls: list[list[Piece]] = []
     for piece in pieces:
         for call in calls:
             last = call[-1]
@@ -161,24 +196,24 @@ def _apart(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
     return calls
 
 
-def _reach(pieces: list[_Piece], begin: int, layout: Layout, *, is_turned: bool) -> Reach:
+def _reach(pieces: list[Piece], begin: int, device: torch.device, *, is_turned: bool) -> Reach:
     queries = [(one.query - begin, one.num_queries) for one in pieces]
     keys = [(one.key, one.num_keys) for one in pieces]
     query_bounds, key_bounds = (
         tuple(accumulate((count for _, count in rows), initial=0)) for rows in (queries, keys)
     )
     return Reach(
-        _rows(queries, layout, is_turned=is_turned),
-        _rows(keys, layout, is_turned=is_turned),
-        part_of(query_bounds, key_bounds, device=layout.device, is_causal=is_turned),
+        _rows(queries, device, is_turned=is_turned),
+        _rows(keys, device, is_turned=is_turned),
+        part_of(query_bounds, key_bounds, device=device, is_causal=is_turned),
     )
 
 
-def _rows(ranges: list[tuple[int, int]], layout: Layout, *, is_turned: bool) -> Rows:
+def _rows(ranges: list[tuple[int, int]], device: torch.device, *, is_turned: bool) -> Rows:
     """The rows of some (first row, number), each range from its end where it is turned round."""
     if len(ranges) == 1 and not is_turned:
         first, count = ranges[0]
         return slice(first, first + count)
     rows = [torch.arange(first, first + count) for first, count in ranges]
     index: Tensor = torch.cat([one.flip(0) for one in rows] if is_turned else rows)
-    return index.to(layout.device, non_blocking=True)
+    return index.to(device, non_blocking=True)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +44,9 @@ class SlicedLayout:
     order: int64 [M], where each gathered token is among the R * C that arrive.
     places: int64 [L], the place of each token in its own row.
     longest_span: most tokens that a query can look back on, itself counted.
+    whole: who attends to whom in the whole row.
+    own_reaches: under a window, what its queries attend to in their own chunk besides; keys are rows of the
+        slice.
     """
 
     ranks: ContextRanks
@@ -54,6 +58,8 @@ class SlicedLayout:
     num_sent: int
     order: Tensor
     longest_span: int
+    whole: Layout
+    own_reaches: tuple[Reach, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -113,10 +119,8 @@ def slice_of(layout: Layout, ranks: ContextRanks) -> SlicedLayout:
     own = held_by(ranks.index, size, T)
     bounds = _bounds([stop - start for piece in own for start, stop in pieces_of(layout, *piece)])
     looks = [list(looks_of(layout, held_by(rank, size, T))) for rank in range(size)]
-    gathered = _united(look.key_span for of_rank in looks for look in of_rank)
-    sent, order = _sending(gathered, size, T)
-    most = max((len(rows) for rows in sent), default=0)
-    mine = sent[ranks.index]
+    gathered = united(look.key_span for of_rank in looks for look in of_rank)
+    exchange = exchange_of(gathered, ranks, T, device)
     index = torch.cat([torch.arange(begin, end) for begin, end in own]).to(device)
     return SlicedLayout(
         ranks=ranks,
@@ -124,10 +128,11 @@ def slice_of(layout: Layout, ranks: ContextRanks) -> SlicedLayout:
         places=layout.places[index],
         within=part_of(bounds, bounds, device=device, is_causal=True),
         reaches=tuple(_reach(look, own, gathered, device) for look in looks[ranks.index]),
-        sent=torch.cat([mine, mine.new_zeros(most - len(mine))]).to(device),
-        num_sent=len(mine),
-        order=order.to(device),
+        sent=exchange.sent,
+        num_sent=exchange.num_sent,
+        order=exchange.order,
         longest_span=layout.longest_span,
+        whole=layout,
     )
 
 
@@ -188,7 +193,7 @@ def _to_prompts(part: Part, num_prompt_tokens: int, low: int, high: int) -> Look
     return Look(num_prompt_tokens + low, queries, start, keys)
 
 
-def _united(spans: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+def united(spans: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     """The union of some ranges of rows, as ranges that do not touch."""
     united: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
@@ -199,26 +204,42 @@ def _united(spans: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     return united
 
 
-def _sending(gathered: Sequence[tuple[int, int]], size: int, T: int) -> tuple[list[Tensor], Tensor]:  # noqa: N803
-    """(rows of its slice that each rank sends, place of each gathered token among the arrivals)."""
+class Exchange(NamedTuple):
+    """See `SlicedLayout`."""
+
+    sent: Tensor
+    num_sent: int
+    order: Tensor
+
+
+def exchange_of(
+    gathered: Sequence[tuple[int, int]],
+    ranks: ContextRanks,
+    T: int,  # noqa: N803
+    device: torch.device,
+) -> Exchange:
+    """Rows that this rank sends, and the place of each gathered token among the arrivals."""
+    size = ranks.size
     chunk = T // (CHUNKS_A_RANK * size)
-    token_M = torch.cat([torch.arange(0), *(torch.arange(begin, end) for begin, end in gathered)])
-    chunk_M = token_M.div(chunk, rounding_mode="floor")
+    token_M = np.concatenate([np.arange(0), *(np.arange(begin, end) for begin, end in gathered)])
+    chunk_M = token_M // chunk
     is_late_M = chunk_M >= size
-    rank_M = torch.where(is_late_M, CHUNKS_A_RANK * size - 1 - chunk_M, chunk_M)
+    rank_M = np.where(is_late_M, CHUNKS_A_RANK * size - 1 - chunk_M, chunk_M)
     row_M = token_M - chunk_M * chunk + is_late_M * chunk
     sent = [row_M[rank_M == rank] for rank in range(size)]
-    most = max(len(rows) for rows in sent)
-    order_M = torch.empty_like(token_M)
+    most = max((len(rows) for rows in sent), default=0)
+    order_M = np.empty_like(token_M)
     for rank, rows in enumerate(sent):
-        order_M[rank_M == rank] = rank * most + torch.arange(len(rows))
-    return sent, order_M
+        order_M[rank_M == rank] = rank * most + np.arange(len(rows))
+    mine = sent[ranks.index]
+    filled = np.concatenate([mine, np.zeros(most - len(mine), mine.dtype)])
+    return Exchange(torch.tensor(filled, device=device), len(mine), torch.tensor(order_M, device=device))
 
 
 def _reach(
     look: Look, own: Sequence[tuple[int, int]], gathered: Sequence[tuple[int, int]], device: torch.device
 ) -> Reach:
-    query, key = _place(look.query, own), _place(look.key, gathered)
+    query, key = place_in(look.query, own), place_in(look.key, gathered)
     return Reach(
         queries=slice(query, query + look.query_bounds[-1]),
         keys=slice(key, key + look.key_bounds[-1]),
@@ -226,7 +247,7 @@ def _reach(
     )
 
 
-def _place(row: int, ranges: Sequence[tuple[int, int]]) -> int:
+def place_in(row: int, ranges: Sequence[tuple[int, int]]) -> int:
     """Place of a row when the ranges lie end to end."""
     before = 0
     for begin, end in ranges:

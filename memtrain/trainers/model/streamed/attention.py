@@ -47,6 +47,7 @@ def attend_streamed(
     kernel = capped(getattr(module, KERNELS[backend]), rule.softcap)
     layout = layout.under(rule.window)
     part, keys = layout.part, layout.keys
+    keys.window = rule.window
     reaches = part.key_blocks if backend in HOLDS_SCORES else part.reaches
     if keys.stops and torch.is_grad_enabled():
         keys.met = key_SKD, value_SKD

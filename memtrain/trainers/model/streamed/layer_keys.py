@@ -12,6 +12,7 @@ from torch import Tensor
 from memtrain.trainers.model.attention.row_layout import Rows
 from memtrain.trainers.model.attention.sliced import gathered, returned
 from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout
+from memtrain.trainers.model.context_parallel.windowed_rows import under_window
 from memtrain.trainers.model.streamed.row_slices import RowSlice
 
 
@@ -35,6 +36,7 @@ class LayerKeys:
         "stops",
         "there",
         "met",
+        "window",
     )
 
     def __init__(self, num_tokens: int) -> None:
@@ -49,6 +51,8 @@ class LayerKeys:
         """Keys that ranks with other parts of the row hold, and gradients for them."""
         self.met: tuple[Tensor, ...] = ()
         """Keys and values of the slice at which a pass with gradients ended."""
+        self.window: int | None = None
+        """The window of the layer's attention, which its first pass over a slice meets."""
 
     def put(self, rows: slice, key_SKD: Tensor, value_SKD: Tensor) -> None:
         """Keep a slice's keys and values."""
@@ -80,6 +84,7 @@ class LayerKeys:
         """Fetch the keys and values that some rank's queries look back on; called by all ranks together."""
         if self._key_TKD is None or self._value_TKD is None:
             return
+        layout = under_window(layout, self.window)
         self.there = LayerKeys(len(layout.order))
         self.there._key_TKD, self.there._value_TKD = gathered(self._key_TKD, self._value_TKD, layout)
 
@@ -89,6 +94,7 @@ class LayerKeys:
         there, self.there = self.there, None
         if there is None or self._grad_key_TKD is None or self._grad_value_TKD is None:
             return
+        layout = under_window(layout, self.window)
         if there._grad_key_TKD is None or there._grad_value_TKD is None:
             none = [
                 own.new_zeros(there._num_tokens, *own.shape[1:])

@@ -16,6 +16,7 @@ from torch import Tensor
 from memtrain.trainers.model.attention.row_layout import Layout, Part, part_of
 from memtrain.trainers.model.attention.windows import Reach, windowed
 from memtrain.trainers.model.context_parallel.row_slices import Look, SlicedLayout, looks_of, pieces_of
+from memtrain.trainers.model.context_parallel.windowed_rows import seen_by
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,9 +49,18 @@ class RowSlice:
         if window is None:
             return self
         layout = self.row()
-        assert isinstance(layout, Layout), "The row outlives its slices; ranks share none with windows."
-        pattern = windowed(layout, window, self.begin, self.end)
-        return replace(self, within=pattern.within, reaches=pattern.reaches, key_blocks=pattern.reaches)
+        assert layout is not None, "The row outlives its slices."
+        if isinstance(layout, Layout):
+            pattern, gathered = windowed(layout, window, self.begin, self.end), self.gathered
+        else:
+            pattern, gathered = seen_by(layout, window, self.begin, self.end)
+        return replace(
+            self,
+            within=pattern.within,
+            reaches=pattern.reaches,
+            key_blocks=pattern.reaches,
+            gathered=gathered,
+        )
 
     @property
     def num_tokens(self) -> int:

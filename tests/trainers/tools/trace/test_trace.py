@@ -121,6 +121,9 @@ def check_arithmetic(names):
         errors[name] = case.estimated().peak.num_bytes / found.peak_bytes - 1
     assert max(map(abs, errors.values())) < 0.12, errors
     assert sum(map(abs, errors.values())) / len(errors) < 0.02, errors
+    # A trace takes a batch for given; rows in slices leave little else to round.
+    streamed = {name: error for name, error in errors.items() if name.startswith("streamed")}
+    assert all(abs(error) < 0.0125 for error in streamed.values()), streamed
     # Which buffers of shards live together is known to the byte: only activations are rounded.
     sharded = {name: errors[name] for name in names if name.startswith("FSDP2")}
     assert all(abs(error) < 0.02 for error in sharded.values()), sharded
