@@ -94,14 +94,11 @@ def estimate(
         passes = moment.get("activations", 0) > 0
         return total(moment) + sum(value_model(load, kept, phase, passes=passes).values())
 
-    return Prediction(
-        phases=tuple(
-            phase_peak(name, max(moments, key=lambda moment: whole(name, moment)))
-            for name, moments in phases.items()
-        ),
-        method="arithmetic",
-        budget_bytes=None,
+    highest = (
+        phase_peak(name, max(moments, key=lambda moment: whole(name, moment)))
+        for name, moments in phases.items()
     )
+    return Prediction(phases=tuple(highest), method="arithmetic", budget_bytes=None)
 
 
 def _loading(load: Workload) -> Moment:
@@ -223,7 +220,7 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
         # Gradients are freed by bucket as their weights are stepped; a tied head's waits for the embedding's.
         at_step = largest_trained(settings, shape) * (load.a if trains_all else 4) + backward_bucket(whole)
         waiting = waits + at_step
-        in_turn = waits + backward_bucket(whole) if settings.slice_tokens else waiting
+        in_turn = waiting if not settings.slice_tokens else waits + backward_bucket(whole)
         return _Gradients(0, waiting, in_turn, in_turn, embedding, arriving, at_step, 0)
     if accumulates:
         held = whole + waits

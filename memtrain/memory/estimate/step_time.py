@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memtrain.memory.estimate.activations import layer_boundary, layer_kept, stack_ranks
+from memtrain.memory.estimate.activations import layer_boundary, layer_kept
 from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.estimate.context_parallel import num_gathered_kv, ulysses_width
+from memtrain.memory.estimate.experts import stack_ranks
 from memtrain.memory.estimate.loss_tiles import tile_tokens
 from memtrain.memory.estimate.sharded.communication import (
     CommunicationTime,
