@@ -34,7 +34,7 @@ Ranges = Sequence[tuple[int, int]]
 
 
 class Seen(NamedTuple):
-    """What some rows of a slice attend to under a window."""
+    """Keys that some rows of a slice attend to under a window."""
 
     own: Windowed
     """In their own chunk; keys are rows of the slice."""
@@ -59,7 +59,7 @@ def under_window(layout: SlicedLayout, window: int | None) -> SlicedLayout:
 
 
 def seen_by(layout: SlicedLayout, window: int, begin: int, end: int) -> Seen:
-    """What the slice's rows `begin:end` attend to, counted from `begin`; `layout`: without a window."""
+    """Keys that the slice's rows `begin:end` attend to, counted from `begin`; `layout`: without a window."""
     known = _seen.setdefault(layout, {})
     if (window, begin, end) not in known:
         known[window, begin, end] = _seen_by(layout, window, begin, end)
@@ -111,7 +111,7 @@ def _gathered(layout: SlicedLayout, window: int) -> list[tuple[int, int]]:
 
 
 def _edges(layout: Layout, held: Ranges, window: int, begin: int, end: int) -> Edges:
-    """What rows `begin:end` of a rank's slice see before their chunk, and of prompts; keys are rows of the
+    """Keys that rows `begin:end` of a rank's slice see before their chunk, and of prompts, as rows of the
     whole row."""
     edges, before = Edges(), 0
     for low, high in held:
