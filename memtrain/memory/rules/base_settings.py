@@ -82,7 +82,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
             "engine": first_form(recipe).engine,
             "attention": str(attention.backend),
             **decide_kernels(ledger, hardware, facts.shape, facts.config),
-            "compiled": decide_compile(ledger, facts, processes),
+            "compiled": decide_compile(ledger, facts),
             "router_aux_loss_coef": router_weight,
             "router_replay": replays,
             "reference": decide_reference(ledger, passes=passes),

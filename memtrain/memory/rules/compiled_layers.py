@@ -14,13 +14,13 @@ IN_PARTS = "a part of a layer is another function than the layer that is compile
 """Reason against layers that pass a slice, or with weights that are brought in."""
 
 
-def decide_compile(ledger: DecisionLog, facts: PlannerInputs, processes: int) -> bool:
+def decide_compile(ledger: DecisionLog, facts: PlannerInputs) -> bool:
     """Whether decoder layers are compiled; reported where the recipe asks."""
     wanted = ledger.asked.recipe.model.compile
     if wanted == "auto":
         # Not measured on a GPU yet.
         return False
-    if wanted == "on" and (reason := _cannot(ledger, facts, processes)):
+    if wanted == "on" and (reason := _cannot(ledger, facts)):
         ledger.refuse(f"layers cannot be compiled: {reason}", PATH, "set it to off")
         return False
     why = "each layer by itself; its memory is predicted as it is without" if wanted == "on" else ""
@@ -28,7 +28,7 @@ def decide_compile(ledger: DecisionLog, facts: PlannerInputs, processes: int) ->
     return wanted == "on"
 
 
-def _cannot(ledger: DecisionLog, facts: PlannerInputs, processes: int) -> str:
+def _cannot(ledger: DecisionLog, facts: PlannerInputs) -> str:
     """The reason, whatever else is chosen; empty where there is none."""
     recipe, shape = ledger.asked.recipe, facts.shape
     if reason := _lacks(ledger, facts.hardware):
@@ -46,8 +46,6 @@ def _cannot(ledger: DecisionLog, facts: PlannerInputs, processes: int) -> str:
     drops = recipe.model.adapter is not None and recipe.model.adapter.dropout > 0
     if drops or shape.hidden_dropout:
         return "the model drops numbers at random, and compiled passes draw them in another order"
-    if processes > 1 and recipe.cluster.engine not in ("auto", "ddp"):
-        return f"{recipe.cluster.engine} gathers layers that were never compiled together with it"
     if recipe.cluster.sharing > 1:
         return "rows are shared by processes (cluster.context_parallel), which was not tried together"
     return ""

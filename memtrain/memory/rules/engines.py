@@ -232,6 +232,9 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
     if recipe.memory.preflight == "on":
         what = "the engine would keep the gradients of the dry run before the first step"
         faults.append((what, "memory.preflight", "set it to auto or off"))
+    if recipe.model.compile == "on":
+        what = "DeepSpeed's hooks work inside of a layer's pass, and were not tried with compiled layers"
+        faults.append((what, "model.compile", "set it to off, or cluster.engine: fsdp2 or ddp"))
     if dtype == "float16":
         faults.append(("float16 needs loss scaling, and is untested", "model.dtype", "use bfloat16"))
     has_float = recipe.model.adapter is not None or METHODS[recipe.method].trains_numbers

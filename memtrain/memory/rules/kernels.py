@@ -42,6 +42,8 @@ def _loss_kernel(ledger: DecisionLog, hardware: Hardware, shape: ModelShape) -> 
         reason = "triton needs compute capability 7.0"
     elif shape.logit_softcap:
         reason = "the model's logits are bent (final_logit_softcapping)"
+    elif ledger.asked.recipe.method == "distill":
+        reason = "a tile of distillation holds the logits of two models, and is computed by torch"
     else:
         chosen, reason = "triton", "a tile of logits is read twice and written once"
     ledger.decide("loss_kernel", chosen, reason)

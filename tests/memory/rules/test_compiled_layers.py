@@ -1,5 +1,6 @@
 """Compiled layers: when a recipe may ask for them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ def test_layers_are_compiled_where_the_recipe_asks(ask: Any, facts_of: Any, prof
     assert found.settings.compiled
     assert (found.settings.liger, found.settings.kernels) == (False, "transformers")
     (told,) = [one for one in found.decisions if one.setting == "compile"]
+    shards = ask(
+        replace(facts, hardware=Hardware.named("h100", 2)), model__compile="on", cluster__engine="fsdp2"
+    )
+    assert (shards.settings.compiled, shards.settings.engine) == (True, "fsdp2")
     assert "its memory is predicted as it is without" in told.reason
 
 
@@ -26,7 +31,11 @@ def test_layers_are_compiled_where_the_recipe_asks(ask: Any, facts_of: Any, prof
         ("h100", {"model__adapter": {"r": 8, "dropout": 0.1}}, "drops numbers at random"),
         ("h100", {"model__adapter": {"r": 8}, "model__quantize": "4bit"}, "weights are quantized"),
         ("h100", {"model__kernels": "fused"}, "model.kernels: fused has kernels of its own"),
-        ("h100", {"cluster__engine": "fsdp2", "cluster__processes": 2}, "fsdp2 gathers layers"),
+        (
+            "h100",
+            {"cluster__engine": "zero2", "cluster__processes": 2},
+            "DeepSpeed's hooks work inside of a layer's pass",
+        ),
         ("h100", {"memory__use": "streamed_layers"}, "streamed_layers cannot be with compiled layers"),
     ],
 )

@@ -17,6 +17,7 @@ CPU = SimpleNamespace(device="cpu")
 GPU = Hardware.named("h100")
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 SMALL |= {"intermediate_size": 48}
+TAUGHT = {"distill": {"distill": {"teacher": "teacher"}}}
 
 
 @pytest.fixture
@@ -24,12 +25,14 @@ def decided(monkeypatch):
     return partial(_decided, monkeypatch)
 
 
-def _decided(monkeypatch, model_type="qwen3", hardware=GPU, presumed=(), here=(), config=None, **model):
+def _decided(
+    monkeypatch, model_type="qwen3", hardware=GPU, presumed=(), here=(), config=None, method="sft", **model
+):
     """(settings, reason of `kernels`, refusals). `presumed`: packages there; `here`: of this machine."""
     monkeypatch.setattr(ledger_module, "installed", lambda package: frozenset({package} & set(here)))
     tiny = {"config": {"model_type": "llama"}, "tokenizer": "builtin:tiny"}
     recipe = Recipe.model_validate(
-        {"method": "sft", "model": tiny | model, "data": {"train": ("rows.jsonl",)}}
+        {"method": method, "model": tiny | model, "data": {"train": ("rows.jsonl",)}} | TAUGHT.get(method, {})
     )
     where = lambda key: "recipe.yaml:1" if key.removeprefix("model.") in model else "default"  # noqa: E731
     ledger = DecisionLog(SourcedRecipe(recipe, where), presumed=frozenset(presumed))
@@ -69,6 +72,7 @@ def test_kernels_follow_device_family_and_liger(decided, changes, liger, kernels
     [
         ({"here": ("triton",)}, "triton"),
         ({"here": ("triton", "liger_kernel")}, "triton"),
+        ({"here": ("triton",), "method": "distill"}, "torch"),
         ({"here": ("triton",), "hardware": CPU}, "torch"),
         ({"here": ("triton",), "kernels": "transformers"}, "torch"),
         ({"here": ("triton",), "config": {"final_logit_softcapping": 30.0}}, "torch"),

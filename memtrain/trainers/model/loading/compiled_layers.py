@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memtrain.errors import LaunchError
@@ -19,6 +20,8 @@ from memtrain.trainers.model.offload.checkpointing import draws_numbers
 MOST_GRAPHS = 64
 """Graphs of one layer's code before torch goes on without compiling it. Taste."""
 INSTEAD = "set model.compile: off"
+BACKEND = "_memtrain_compiled_by"
+"""Attribute of a compiled layer: the backend of torch.compile."""
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
@@ -41,6 +44,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     _leave_attention_out()
     for layer in layers:
         layer.compile(backend=backend, dynamic=True)
+        layer.__dict__[BACKEND] = backend
 
 
 def _leave_attention_out() -> None:
@@ -52,59 +56,112 @@ def _leave_attention_out() -> None:
             ALL_ATTENTION_FUNCTIONS.register(name, torch.compiler.disable(plain))
 
 
-def recompute_compiled(layer: Callable[..., Any], *inputs: Any) -> Any:
-    """The layer's output, keeping only its input for the backward pass, where it is computed again compiled.
+@cache
+def recompute_compiled() -> Callable[..., Any]:
+    """The function that checkpoints compiled layers. The compiler itself must not look into it."""
+    return torch.compiler.disable(_recompute)
+
+
+def _recompute(layer: Callable[..., Any], *inputs: Any) -> Any:
+    """The layer's output, keeping only its inputs for the backward pass, where it is computed again compiled.
 
     torch's own checkpoint recomputes without compiling, and then finds other tensors than the compiled
-    forward pass kept (torch/utils/checkpoint.py, `_run_fn_with_dynamo_disabled`).
-
-    Shapes: inputs [1, N, width] first; the output has the same.
-
-    Raises: LaunchError for layers whose output is no single tensor, or whose other inputs want gradients.
+    forward pass kept (torch/utils/checkpoint.py, `_run_fn_with_dynamo_disabled`). The order of the tensors
+    that a pass keeps is that of its graphs, and the second pass runs the same.
     """
-    hidden, *others = inputs
-    keywords = layer.keywords if isinstance(layer, partial) else {}
-    if any(isinstance(one, Tensor) and one.requires_grad for one in _flat((others, keywords))):
-        raise LaunchError("a layer's other inputs want gradients, and compiled layers are recomputed for one "
-                          "input", "model.compile", INSTEAD)  # fmt: skip
+    layer = _compiled(layer)
     if not torch.is_grad_enabled():
         return layer(*inputs)
-    # A tensor without numbers keeps the layer in the graph where its input has no gradient.
-    return _Recomputed.apply(layer, others, torch.empty(0, requires_grad=True), hidden)
+    again = _Again(layer, inputs)
+    with saved_tensors_hooks(again.number, again.tensor):
+        return layer(*inputs)
 
 
-def _flat(found: Any) -> list[Any]:
-    if isinstance(found, Mapping):
-        return [leaf for one in found.values() for leaf in _flat(one)]
-    if isinstance(found, tuple | list):
-        return [leaf for one in found for leaf in _flat(one)]
-    return [found]
+def _compiled(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer as it is given to be checkpointed, compiled.
+
+    Since transformers 5.23 that is the `forward` as it is written, which is inside of a compiled layer but
+    not compiled when it is called alone; before, it was the layer's call.
+    """
+    if not isinstance(layer, partial) or getattr(layer.func, "__self__", None) is not None or not layer.args:
+        return layer
+    module = layer.args[0]
+    backend = module.__dict__.get(BACKEND)
+    if backend is None:
+        return layer
+    return partial(_forward(layer.func, backend), *layer.args, **layer.keywords)
 
 
-class _Recomputed(torch.autograd.Function):
-    """A layer that keeps its input; gradients of its weights are added in its own backward pass."""
+@cache
+def _forward(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    return torch.compile(forward, backend=backend, dynamic=True)
 
-    @staticmethod
-    def forward(
-        ctx: Any, layer: Callable[..., Any], others: list[Any], joins: Tensor, hidden: Tensor
-    ) -> Tensor:
-        ctx.layer, ctx.others = layer, others
-        ctx.save_for_backward(hidden)
-        made = layer(hidden, *others)
-        if not isinstance(made, Tensor):
+
+class _Again:
+    """The tensors that a pass of a layer keeps: numbers at first; made by a second pass when one is read.
+
+    Of the inputs the tensors are kept by a node of the graph, so that hooks around the layer move them.
+    Gathered weights of FSDP2 are in place by then: its hook on the layer's output brings them.
+    """
+
+    def __init__(self, layer: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+        self._layer = layer
+        self._inputs = [None if isinstance(one, Tensor) else one for one in inputs]
+        self._places = [place for place, one in enumerate(inputs) if isinstance(one, Tensor)]
+        tensors = [inputs[place] for place in self._places]
+        self._wanting = [tensor.requires_grad for tensor in tensors]
+        # A tensor without numbers gives the node a gradient to have, whatever the inputs want.
+        self._kept: Any = _Keeps.apply(torch.empty(0, requires_grad=True), *tensors)
+        self._count = 0
+        self._made: dict[int, Tensor] = {}
+
+    def number(self, tensor: Tensor) -> int:
+        """The place of a tensor among those that the pass keeps."""
+        self._count += 1
+        return self._count - 1
+
+    def tensor(self, number: int) -> Tensor:
+        """The tensor of that place, handed out once."""
+        if number not in self._made:
+            self._make()
+        return self._made.pop(number)
+
+    def _make(self) -> None:
+        made: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> None:
+            made.append(tensor.detach())
+
+        inputs = list(self._inputs)
+        tensors = self._kept.grad_fn.saved_tensors
+        for place, tensor, wants in zip(self._places, tensors, self._wanting, strict=True):
+            inputs[place] = tensor.detach().requires_grad_(wants)
+        with torch.enable_grad(), saved_tensors_hooks(keep, _unread):
+            self._layer(*inputs)
+        if len(made) != self._count:
             raise LaunchError(
-                f"a layer's output is no tensor but a {type(made).__name__}", "model.compile", INSTEAD
+                f"a layer kept {self._count} tensors and {len(made)} when it was computed again",
+                "model.compile",
+                INSTEAD,
             )
-        return made
+        self._made = dict(enumerate(made))
+
+
+def _unread(kept: object) -> Tensor:
+    raise AssertionError("The graph of a second pass is thrown away.")
+
+
+class _Keeps(torch.autograd.Function):
+    """Keeps tensors and makes nothing of them."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (kept,) = ctx.saved_tensors
-        hidden = kept.detach().requires_grad_(ctx.needs_input_grad[3])
-        with torch.enable_grad():
-            made = ctx.layer(hidden, *ctx.others)
-        torch.autograd.backward([made], list(grads))
-        return None, None, None, hidden.grad
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors[1:])
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise AssertionError("Nothing is made of it.")
 
 
 def as_written(model: nn.Module) -> AbstractContextManager[Any]:

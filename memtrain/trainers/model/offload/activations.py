@@ -60,7 +60,7 @@ def apply_checkpointing_and_offload(
     weights = weights_on_host(model, settings, engine or engine_for(settings))
     is_passed = bool(slice_tokens) or weights is not None
     round_together(model, not is_passed and not settings.compiled)
-    plain = recompute_compiled if settings.compiled else recomputing(model)
+    plain = recompute_compiled() if settings.compiled else recomputing(model)
     if is_passed:
         # A layer that was checkpointed before would be computed a third time around its pass.
         checkpoint_layers(model, 0)

@@ -69,7 +69,7 @@ def test_compiled_layers_have_the_same_gradients_at_every_length(tiny_qwen3, lor
     expected = [gradients(model, lengths) for lengths in ROWS]
     compile_layers(model, backend="aot_eager")
     if checkpointed:
-        checkpoint_layers(model, 1, recompute_compiled)
+        checkpoint_layers(model, 1, recompute_compiled())
     told = []
     watch = CompiledGraphs(lambda step, text: told.append((step, text)))
     limit = 1e-5 if dtype == torch.float32 else 2e-2
@@ -112,17 +112,34 @@ class Doubled:
         return hidden * self.weight + other
 
 
-def test_a_recomputed_layer_adds_the_gradients_of_its_weights_and_refuses_other_inputs():
-    layer = Doubled(torch.tensor(3.0, requires_grad=True))
-    hidden = torch.ones(1, 2, 4)
-    made = recompute_compiled(layer, hidden, torch.ones(4))
+def test_a_recomputed_layer_keeps_its_inputs_alone_and_gives_every_gradient():
+    """Of h * w + o: 8 ones for w, the weight for h, 2 rows for o; nothing but h and o is kept."""
+    weight, hidden, other = (
+        torch.full(shape, value, requires_grad=True)
+        for shape, value in (((), 3.0), ((1, 2, 4), 1.0), ((4,), 5.0))
+    )
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        made = recompute_compiled()(Doubled(weight), hidden, other)
+    assert {one.data_ptr() for one in kept} == {hidden.data_ptr(), other.data_ptr()}
     made.sum().backward()
-    assert layer.weight.grad == 8
-    assert hidden.grad is None
-    with pytest.raises(LaunchError, match="other inputs want gradients"):
-        recompute_compiled(layer, hidden, torch.ones(4, requires_grad=True))
-    with pytest.raises(LaunchError, match="no tensor but a tuple"):
-        recompute_compiled(lambda hidden: (hidden,), hidden)
+    assert weight.grad == 8
+    assert torch.equal(hidden.grad, torch.full((1, 2, 4), 3.0))
+    assert torch.equal(other.grad, torch.full((4,), 2.0))
+
+
+def test_a_layer_that_keeps_other_tensors_when_it_is_computed_again_is_refused():
+    factors = [torch.ones(2), 1.0]
+    made = recompute_compiled()(
+        lambda hidden: hidden.exp() * factors.pop(), torch.ones(2, requires_grad=True)
+    )
+    with pytest.raises(LaunchError, match="kept 1 tensors and 2 when it was computed again"):
+        made.sum().backward()
 
 
 @pytest.mark.slow
@@ -134,7 +151,7 @@ def test_inductors_kernels_are_within_rounding(tiny_qwen3, lora, checkpointed):
     expected = torch.cat([one.flatten() for one in gradients(model, ROWS[0])])
     compile_layers(model)
     if checkpointed:
-        checkpoint_layers(model, 1, recompute_compiled)
+        checkpoint_layers(model, 1, recompute_compiled())
     assert all(
         layer._compiled_call_impl
         for layer in model.modules()
