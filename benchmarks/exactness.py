@@ -4,6 +4,7 @@
     python benchmarks/exactness.py --method dpo         # those of one method; the others' results stay
     python benchmarks/exactness.py --having packing     # cells with a strategy; the others' results stay
     python benchmarks/exactness.py --having X --pairs   # those alone and in pairs
+    python benchmarks/exactness.py --rules              # models with windows, sinks, capped scores: minutes
     python benchmarks/exactness.py --page               # the pages again, from the results
 
 A cell is a recipe that must use the strategies of the cell (`memory.use`) and none of the others
@@ -11,7 +12,8 @@ A cell is a recipe that must use the strategies of the cell (`memory.use`) and n
 It is exact when losses, log-probs, gradients and updates of a step stay within the limits of `memtrain
 verify`, no row sees another, and each strategy was seen at work; or its plan refuses it, with a reason. Cells
 whose plans are the same are made once. Strategies that change what is learned (LEARN_OTHERWISE) are alone and
-in pairs: the plain run beside them learns as they do. Results: benchmarks/results/exactness.json.
+in pairs: the plain run beside them learns as they do. Models whose scores have a rule of their own (RULED)
+are made with strategies that attention can tell apart. Results: benchmarks/results/exactness.json.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ from memtrain.trainers.tools.verify.verify import Pair, compare_steps, plain_pla
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "exactness.json"
+RULED_RESULTS = ROOT / "benchmarks" / "results" / "exactness_rules.json"
 PAGE = ROOT / "docs" / "exactness.md"
 STRATEGIES_PAGE = ROOT / "docs" / "strategies.md"
 METHODS_SHOWN = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo", "distill")
@@ -92,6 +95,22 @@ MODEL = (
     "{model_type: qwen3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 3,"
     " num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, tie_word_embeddings: false}"
 )
+SLIDING = "sliding_window: 16, layer_types: [sliding_attention, full_attention, sliding_attention]"
+HEADS = "num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8"
+RULED = {
+    "windows and sinks": (
+        f"{{model_type: gpt_oss, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 3, {HEADS},"
+        f" num_local_experts: 4, num_experts_per_tok: 2, {SLIDING}}}"
+    ),
+    "windows and capped scores": (
+        f"{{model_type: gemma2, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 3, {HEADS},"
+        f" query_pre_attn_scalar: 8, attn_logit_softcapping: 0.5, {SLIDING}}}"
+    ),
+}
+"""Models whose scores have a rule of their own."""
+RULED_METHODS = ("sft", "dpo")
+RULED_STRATEGIES = ("packing", "shared_prompts", "activation_checkpointing", "streamed_layers")
+"""Strategies that change which tokens an attention call has, or how a layer is passed over."""
 RECIPE = """
 method: {method}
 model: {{config: {model}, tokenizer: builtin:tiny}}
@@ -115,11 +134,13 @@ class Cell:
     method: str
     backend: str
     strategies: tuple[str, ...]
+    rule: str = ""
+    """Of RULED; empty: the model has none."""
 
     @property
     def name(self) -> str:
         """In words."""
-        return f"{self.method} {self.backend} {'+'.join(self.strategies)}"
+        return f"{self.method} {self.rule} {self.backend} {'+'.join(self.strategies)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +176,7 @@ class Matrix:
         besides = sorted((used(plan) & set(EXACT)) - {*cell.strategies, *brought_along(cell)})
         if besides:
             return Outcome(cell, "broken", f"the plan uses {', '.join(besides)} against memory.never")
-        key = f"{cell.method} {plan.settings.model_dump_json()}"
+        key = f"{cell.method} {cell.rule} {plan.settings.model_dump_json()}"
         if key not in self.made:
             self.made[key] = proven(plan, self.plain_runs)
         return Outcome(cell, *self.made[key])
@@ -166,8 +187,8 @@ class Matrix:
         Raises: RecipeError, DoesNotFit where the resolver refuses.
         """
         path = self.folder / f"{cell.method}.yaml"
-        method = METHODS[cell.method]
-        text = RECIPE.format(method=cell.method, model=MODEL, folder=self.folder)
+        method, model = METHODS[cell.method], RULED.get(cell.rule, MODEL)
+        text = RECIPE.format(method=cell.method, model=model, folder=self.folder)
         path.write_text(text + (ONLINE if method.is_online else TAUGHT if method.has_teacher else ""))
         return make_plan(load_recipe(str(path), words_of(cell)), run_dir=str(self.folder / "run")).plan
 
@@ -310,6 +331,16 @@ def cells(largest: int = LARGEST) -> Iterator[Cell]:
                     yield Cell(method, backend, strategies)
 
 
+def ruled_cells() -> Iterator[Cell]:
+    """Cells of models with rules of their own: strategies that attention can tell apart, alone and in
+    pairs."""
+    for rule, method in itertools.product(RULED, RULED_METHODS):
+        for size in (1, 2):
+            for strategies in itertools.combinations(RULED_STRATEGIES, size):
+                for backend in BACKENDS:
+                    yield Cell(method, backend, strategies, rule)
+
+
 def spread(count: int) -> list[Cell]:
     """`count` cells spread over the matrix, the same ones always."""
     every = list(cells())
@@ -327,22 +358,27 @@ def main() -> None:
     parser.add_argument("--method", choices=METHODS_SHOWN, help="one method; the others' results stay")
     parser.add_argument("--having", choices=NAMES, help="cells with this one; the others' results stay")
     parser.add_argument("--pairs", action="store_true", help="no triples; with --having, or a new --method")
+    parser.add_argument("--rules", action="store_true", help="models with windows, sinks or caps alone")
     asked = parser.parse_args()
     parts = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     has_triples = asked.method is None or any(len(cell[1]) > 2 for cell in parts[asked.method]["cells"])
     if asked.pairs and not asked.having and has_triples:
         parser.error("--pairs: triples of all strategies would be lost; give --having")
-    if not asked.page:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
+    if asked.rules:
+        write_result(RULED_RESULTS, ruled())
+    elif not asked.page:
         for method in [asked.method] if asked.method else METHODS_SHOWN:
             largest = 2 if asked.pairs else LARGEST
             parts[method] = made_of(method, asked.having, parts.get(method), largest)
             write_result(RESULTS, parts)
     parts = json.loads(RESULTS.read_text())
-    PAGE.write_text(page(parts))
+    of_rules = json.loads(RULED_RESULTS.read_text())
+    PAGE.write_text(page(parts, of_rules["cells"]))
     write_result(PROVEN, proven_pairs(parts))
     STRATEGIES_PAGE.write_text(strategies_page())
-    sys.exit(any(one[3] == "broken" for part in parts.values() for one in part["cells"]))
+    is_broken = any(one[3] == "broken" for part in parts.values() for one in part["cells"])
+    sys.exit(is_broken or any(one["kind"] == "broken" for one in of_rules["cells"]))
 
 
 def made_of(
@@ -375,6 +411,31 @@ def made_of(
     return as_json(
         method, kept + made, earlier["distinct_plans"] + num_made, earlier["seconds"] + round(seconds)
     )
+
+
+def ruled() -> dict[str, object]:
+    """The cells of models with rules of their own, with where they were made."""
+    started = time.time()
+    with TemporaryDirectory() as folder:
+        matrix = Matrix(Path(folder))
+        found: list[Outcome] = []
+        for rule in RULED:
+            # Plain runs are known by their recipe, which does not name the model.
+            matrix.plain_runs = PlainRuns()
+            found += [matrix.outcome(cell) for cell in ruled_cells() if cell.rule == rule]
+    for one in found:
+        if one.kind == "broken":
+            print("broken:", one.cell.name, one.says, flush=True)
+    print(f"{len(found):,} cells, {len(matrix.made):,} plans, {time.time() - started:.0f} s")
+    cells = [
+        {"rule": one.cell.rule, "method": one.cell.method, "backend": one.cell.backend}
+        | {"strategies": one.cell.strategies, "kind": one.kind, "says": one.says}
+        | {"worst": None if one.worst is None else round(one.worst, 4)}
+        for one in found
+    ]
+    where = as_json("rules", [], len(matrix.made), round(time.time() - started))
+    told = {key: where[key] for key in ("device", "commit", "date", "versions", "distinct_plans", "seconds")}
+    return {"command": "python benchmarks/exactness.py --rules", **told, "cells": cells}
 
 
 def as_json(method: str, found: list[dict], num_made: int, seconds: int) -> dict[str, object]:
@@ -424,7 +485,7 @@ def read(parts: dict) -> list[dict]:
     ]
 
 
-def page(parts: dict) -> str:
+def page(parts: dict, of_rules: list[dict]) -> str:
     """docs/exactness.md."""
     found = read(parts)
     counts = Counter(one["kind"] for one in found)
@@ -478,8 +539,32 @@ def page(parts: dict) -> str:
     in_threes = {name for one in found if len(one["strategies"]) > 2 for name in one["strategies"]}
     if alone := [name for name in EXACT if name not in in_threes]:
         lines += [f"No triples with `{'`, `'.join(alone)}` were made.", ""]
+    lines += _rules_section(of_rules)
     lines += ["## Triples", "", *_triples(found), "", "## Why cells are refused", "", *_reasons(found), ""]
     return "\n".join(lines)
+
+
+def _rules_section(found: list[dict]) -> list[str]:
+    """Models whose scores have a rule of their own."""
+    lines = [
+        "## Windows, sinks, capped scores",
+        "",
+        "Models with sliding windows in two of three layers, and sinks (gpt-oss-shaped) or capped scores",
+        f"(Gemma-2-shaped), with `{'`, `'.join(RULED_STRATEGIES)}` alone and in pairs; by",
+        "`python benchmarks/exactness.py --rules`. Rows go past their windows.",
+        "",
+        "| model with | method | exact | refused | broken | largest difference, of its limit |",
+        "|---|---|---|---|---|---|",
+    ]
+    for rule, method in itertools.product(RULED, RULED_METHODS):
+        here = [one for one in found if (one["rule"], one["method"]) == (rule, method)]
+        kinds = Counter(one["kind"] for one in here)
+        worst = max((one["worst"] for one in here if one["worst"] is not None), default=0.0)
+        counts = f"{kinds['exact']} | {kinds['refused']} | {kinds['broken']}"
+        lines.append(f"| {rule} | {method} | {counts} | {worst:.0%} |")
+    reasons = Counter(one["says"] for one in found if one["kind"] == "refused")
+    lines += ["", "| cells | reason in the plan |", "|---|---|"]
+    return [*lines, *(f"| {count} | {reason} |" for reason, count in reasons.most_common()), ""]
 
 
 def proven_pairs(parts: dict) -> dict[str, object]:

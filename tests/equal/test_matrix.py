@@ -42,6 +42,13 @@ def test_every_cell_is_exact_or_refused(matrix: Any, method: str):
     assert broken(matrix, (cell for cell in exactness.cells() if cell.method == method)) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", exactness.RULED)
+def test_models_with_rules_of_their_scores_are_exact_or_refused(tmp_path: Path, rule: str):
+    made = exactness.Matrix(tmp_path)
+    assert broken(made, (cell for cell in exactness.ruled_cells() if cell.rule == rule)) == []
+
+
 @pytest.mark.parametrize("method", sampled(["dpo", "ppo"]))
 def test_a_plain_run_that_cells_share_is_that_of_each_alone(tmp_path: Path, method: str):
     """Not to rounding: the very differences. Without clipping the plain run is another one."""
