@@ -29,6 +29,7 @@ from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.length_profile import LengthReport
 from memtrain.memory.plan.optimizers import OPTIMIZERS
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.planner.engine_ranking import RankedEngine, rank_engines
 from memtrain.memory.planner.pinned_recipe import pins
 from memtrain.memory.planner.resolve import Resolved, resolve, resolved_if_it_fits
@@ -212,7 +213,8 @@ def everything(made: Answer) -> list[Priced]:
 
 
 MOST_TRACED_LAYERS = 48
-"""Layers up to which a trace goes through all of them: some 0.2 s of processor time for each."""
+"""Layers up to which a trace goes through all of them: some 0.2 s of processor time for each, and as much for
+each slice of a row that is traced."""
 
 
 def trace_answer(made: Answer, *, is_whole: bool | None = None) -> tuple[Traced | None, str]:
@@ -232,7 +234,8 @@ def trace_answer(made: Answer, *, is_whole: bool | None = None) -> tuple[Traced 
     _, num_micro_batches = typical_micro_batch(settings, resolved.case.facts)
     passes = passes_batch(resolved)
     if is_whole is None:
-        is_whole = settings.device == "cuda" and resolved.case.facts.shape.num_layers <= MOST_TRACED_LAYERS
+        passed = resolved.case.facts.shape.num_layers * _num_slices(settings, batch)
+        is_whole = settings.device == "cuda" and passed <= MOST_TRACED_LAYERS
     job = job_of(
         recipe,
         settings,
@@ -248,6 +251,11 @@ def trace_answer(made: Answer, *, is_whole: bool | None = None) -> tuple[Traced 
         return traced(job), ""
     except LaunchError as error:
         return None, error.faults[0].what
+
+
+def _num_slices(settings: Settings, batch: HeaviestBatch) -> int:
+    """Slices of a row that a trace goes through, at most four; 1 for a row in one piece."""
+    return min(4, -(-batch.tokens // settings.slice_tokens)) if settings.slice_tokens else 1
 
 
 def traced_need(made: Answer, reserved_bytes: int) -> int:

@@ -135,10 +135,9 @@ def longest_first(lengths: Iterable[int]) -> tuple[int, ...]:
 
 
 def by_answer_words(loss_tokens: Sequence[int]) -> str:
-    """Loss tokens of chosen and of rejected answers, in words; empty where rows have no two answers, or no
-    token is lost."""
+    """Loss tokens of chosen and of rejected answers, in words; empty where rows have no two answers."""
     return (
         f": {loss_tokens[0]:,} of chosen, {loss_tokens[1]:,} of rejected answers"
-        if len(loss_tokens) == 2 and any(loss_tokens)
+        if len(loss_tokens) == 2
         else ""
     )

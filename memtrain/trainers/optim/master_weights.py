@@ -43,7 +43,8 @@ class MasterWeights(Optimizer):
         super().__init__(groups, {"lr": lr})
         halves = [p for group in groups for p in group["params"] if p.dtype != torch.float32]
         # In the place of numbers that do not stay: a tensor of their shape, as Muon asks for, of 4 bytes.
-        self._blank = torch.zeros((), device=halves[0].device if halves else "cpu")
+        # With weights on the host, some are on the device still.
+        self._blanks = {device: torch.zeros((), device=device) for device in {one.device for one in halves}}
         self.form = form_of(form, halves, seed=seed, away=away)
         self._masters: list[list[Tensor]] = [[self._leaf(p) for p in group["params"]] for group in groups]
         self._inner = build(
@@ -58,7 +59,7 @@ class MasterWeights(Optimizer):
         if self.form.stays:
             return self.form.take(parameter)
         # Its own counter of writes, where a view would share that of all others.
-        return self._blank.expand(parameter.shape).data
+        return self._blanks[parameter.device].expand(parameter.shape).data
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
@@ -138,7 +139,7 @@ class MasterWeights(Optimizer):
             for parameter, master in pairs:
                 master.grad = None
                 if parameter is not master and not self.form.stays:
-                    master.data = self._blank.expand(parameter.shape)
+                    master.data = self._blanks[parameter.device].expand(parameter.shape)
 
     def _look_ahead(
         self,

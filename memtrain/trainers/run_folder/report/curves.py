@@ -67,7 +67,7 @@ KNOWN: tuple[tuple[str, tuple[Chart, ...]], ...] = (
         ),
     ),
     (
-        "KL and entropy",
+        "KL and policy",
         (
             Chart("KL to the reference", "nats a token", ("kl",)),
             Chart("Entropy", "nats a token", ("entropy",)),

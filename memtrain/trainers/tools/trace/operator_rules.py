@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from memtrain.memory.estimate.activations import hopper_width
 from memtrain.trainers.losses.head.spans import logit_spans
 from memtrain.trainers.tools.trace.fake_host import HOST
+from memtrain.trainers.tools.trace.row_slices import standing_slices
 
 aten = torch.ops.aten
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
@@ -122,8 +123,8 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
     transformers sees no tracing in fake tensors (it would build masks that a run never builds), and the
     head's products go by the kernel that CUDA has: it widens nothing and allocates nothing.
 
-    skips_tiles: a tiled loss goes through the tiles at its ends and leaves out those between: the same peak,
-        and a fraction of the operators.
+    skips_tiles: a tiled loss goes through the tiles at its ends and leaves out those between, and a layer
+        does so with the slices of a row: the same peak, and a fraction of the operators.
     """
     from transformers import masking_utils
 
@@ -131,6 +132,7 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
     from memtrain.trainers.model.experts import grouped
     from memtrain.trainers.model.kernels import rms_norm
     from memtrain.trainers.model.quantized import nf4
+    from memtrain.trainers.model.streamed import apply
     from memtrain.trainers.optim import offload as optim_offload
 
     undo = [
@@ -140,6 +142,7 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
     if skips_tiles:
         tiled = (gradients, linear_nll, linear_recompute, products)
         undo += [_replaced(module, "spans", logit_spans) for module in tiled]
+        undo.append(_replaced(apply, "slices_of", standing_slices))
     if device_kind == "cuda":
         undo.append(_replaced(tiles, "sums_half_in_fp32", lambda device: True))
         undo.append(_replaced(products, "_multiply_", _kernel_without_temporaries))

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from sampled import sampled
-from trace_cases import BASE, CASES, HALF, LLAMA, LORA, QWEN, random_states, real_peak, sft, streamed
+from trace_cases import BASE, CASES, HALF, LLAMA, LORA, NO_CLIP, QWEN, random_states, real_peak, sft, streamed
 
 import memtrain.trainers.tools.trace.client
 from memtrain.memory.estimate.workload import HeaviestBatch
@@ -144,6 +144,24 @@ def test_four_tiles_stand_for_all_of_them(name):
     assert len(few.origins) < 0.9 * len(every.origins), "tiles were to be left out"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["streamed, LoRA", "streamed", "streamed, FSDP2", "streamed, sliding windows"]
+)
+def test_slices_at_the_ends_and_the_heaviest_stand_for_all_of_them(name):
+    """To the byte in every phase; a trace of 32 layers in 24 slices each would take half an hour."""
+    case = CASES[name]
+    case = replace(
+        case,
+        config=case.config | {"num_hidden_layers": 1},
+        changes=case.changes | {"slice_tokens": 64},
+        batch=HeaviestBatch(rows=2, tokens=384, scored_tokens=380, longest=192),
+    )
+    few, every = trace(case.job).recorder, trace(case.job, skips_tiles=False).recorder
+    assert few.phase_peaks == every.phase_peaks
+    assert len(few.origins) < 0.8 * len(every.origins), "slices were to be left out"
+
+
 DEEP = [
     "bfloat16",
     *slowly("every other layer", "master weights", "muon", "dpo, adapter off", "grpo, LoRA", "gemma3"),
@@ -226,6 +244,17 @@ def test_weights_that_live_on_the_host_leave_two_layers_on_the_device():
     assert case.estimated().peak.num_bytes == pytest.approx(found.recorder.peak_bytes, rel=0.05)
     resting = trace(sft(LLAMA, HALF | CUDA | {"checkpoint_every": 1}).job).recorder.phase_peaks["saving"]
     assert found.recorder.phase_peaks["saving"] < 0.2 * resting
+
+
+@pytest.mark.parametrize(
+    ("copies", "size"), [("split", 2), pytest.param("float32", 4, marks=pytest.mark.slow)]
+)
+def test_weights_on_the_host_are_stepped_there_in_the_backward_pass(copies, size):
+    """With two moments of 4 bytes and the copies' own bytes a weight, all of it on the host."""
+    changes = {"weights_offload": True, "master_weights": True, "copies": copies, "in_backward": True}
+    case = sft(LLAMA, HALF | CUDA | {"checkpoint_every": 1} | changes, **NO_CLIP)
+    count = sum(weight.numel() for weight in bare_model(LLAMA, Settings(**(BASE | HALF))).parameters())
+    assert trace(case.job).host["optimizer states"] == pytest.approx((8 + size) * count, rel=0.001)
 
 
 def test_shards_that_wait_on_the_host_leave_the_device_to_the_step():
