@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -156,6 +157,19 @@ def test_the_other_way_round_what_is_found_fits_and_the_next_does_not(recipe, ca
     said = told(capsys)
     assert "4090 are enough, and fewer are not" in said
     assert "They share weights, gradients and moments (fsdp2)." in said
+
+
+def test_the_smallest_budget_is_one_that_the_host_has_room_for(capsys):
+    """A host of 6 GiB has no room for the weights; and tiles of the loss are as small as any."""
+    command = ["plan", "sft/qwen3-8b-qlora", "--gpu", "h100", "--without-data", "--json", "--host-memory"]
+    budgets: list[dict[str, Any]] = []
+    for words in (["6GiB"], ["6GiB", "memory.loss_chunk_size=16MiB"]):
+        run([*command, *words, "--solve", "budget"])
+        budgets.append(json.loads(capsys.readouterr().out))
+    assert budgets[0]["value"] <= budgets[1]["value"]
+    run([*command, "6GiB", f"memory.budget={budgets[0]['keys']['memory.budget']}"])
+    with pytest.raises(DoesNotFit, match="host memory"):
+        run([*command, "2GiB", "--solve", "budget", "memory.weights_offload=on"])
 
 
 def test_the_first_answer_loads_no_torch_and_takes_about_a_second():

@@ -12,11 +12,13 @@ from memtrain.cli.output.terminal import columns
 from memtrain.cli.plan.answer import Question
 from memtrain.cli.plan.tables import settings_words
 from memtrain.errors import DoesNotFit, RecipeError, printable
-from memtrain.memory.estimate.pricing import PlannerInputs, Priced, budget_of
+from memtrain.memory.estimate.host_memory import host_shortage
+from memtrain.memory.estimate.pricing import PlannerInputs, Priced, budget_of, host_need
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.model_shape.rope_scaling import suggested
 from memtrain.memory.plan.units import gib
+from memtrain.memory.planner.loss_tile import with_small_tiles
 from memtrain.memory.planner.resolve import (
     LENGTH_STEP,
     Resolved,
@@ -25,7 +27,7 @@ from memtrain.memory.planner.resolve import (
     resolve,
     resolved_if_it_fits,
 )
-from memtrain.memory.planner.search import price_all
+from memtrain.memory.planner.search import price_all, with_room_on_host
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.edit import with_key
 
@@ -135,7 +137,14 @@ def _budget(question: Question, facts: PlannerInputs) -> Solution:
     _, case, choices = open_space(question.asked, facts)
     exact = (*choices.exact, *choices.stepping, *choices.waiting)
     priced = price_all(exact or choices.groups[0], case.facts)
-    smallest = min(priced, key=lambda one: (one.need_bytes // SIZE_STEP, one.token_s))
+    roomy = with_room_on_host(priced, case.facts)
+    if not roomy:
+        least = min(priced, key=lambda one: sum(host_need(one, case.facts).values()))
+        shortage = host_shortage(host_need(least, case.facts), case.facts.hardware)
+        assert shortage is not None, "No plan has room on the host, and the least of them fits it."
+        raise shortage
+    roomy += with_small_tiles(roomy, case.facts, 0, case.recipe)
+    smallest = min(roomy, key=lambda one: (one.need_bytes // SIZE_STEP, one.token_s))
     size = gib(smallest.need_bytes)
     words = [f"The smallest device that this recipe fits, as it is, has {size}{_plan(smallest)}."]
     cards = sorted((Hardware.named(name) for name in known_names()), key=lambda card: card.memory_bytes)

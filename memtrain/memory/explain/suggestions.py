@@ -8,7 +8,7 @@ from itertools import combinations
 
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.workload import HeaviestBatch
-from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.model_shape.shape import MLP_NAMES, ModelShape
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib
@@ -64,7 +64,8 @@ def suggestions(
     None contains another. Where none fits: the one way with the lowest peak, alone. `can_slice`: nothing in
     recipe and model forbids that processes hold rows together.
     """
-    changes = [*_changes(settings, heaviest), *(_slices(settings) if can_slice else ())]
+    changes = [*_changes(settings, heaviest), *_without_experts(settings, shape)]
+    changes += _slices(settings) if can_slice else ()
     fitting: list[Suggestion] = []
     lowest: Suggestion | None = None
     for count in range(1, MOST_CHANGES + 1):
@@ -124,6 +125,18 @@ def _quantized(settings: Settings, bits: str) -> Change:
     keys = {"model.adapter": adapter, "model.quantize": bits}
     both = f"model: {{adapter: {{kind: lora}}, quantize: {bits}}}"
     return Change(f"model.quantize: {bits}" if settings.adapter else both, updates, keys)
+
+
+def _without_experts(settings: Settings, shape: ModelShape) -> Iterator[Change]:
+    """Adapters on everything but the experts: rank 16 on 128 experts a layer is a billion trained weights."""
+    adapter = settings.adapter
+    if adapter is None or not shape.num_stack_adapter(adapter):
+        return
+    names = tuple(dict.fromkeys(part.name for part in shape.linears if part.name not in MLP_NAMES))
+    if names:
+        fewer = adapter.model_copy(update={"target_modules": names, "target_parameters": ()})
+        words = f"model.adapter.target_modules: [{', '.join(names)}], without the experts"
+        yield Change(words, {"adapter": fewer}, {"model.adapter": fewer})
 
 
 def _slices(settings: Settings) -> Iterator[Change]:

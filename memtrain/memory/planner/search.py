@@ -148,11 +148,7 @@ def fastest(
 
 def _fastest(priced: Sequence[Priced], budget: int, facts: PlannerInputs) -> Priced | None:
     """The same, however full the device becomes."""
-    fitting = [one for one in priced if one.need_bytes <= budget]
-    if facts.hardware.device == "cuda":
-        fitting = [one for one in fitting if num_moved(one) == 0 or fits_host(one, facts)]
-    else:
-        fitting = [one for one in fitting if fits_host(one, facts)]
+    fitting = [one for one in with_room_on_host(priced, facts) if one.need_bytes <= budget]
     if not fitting:
         return None
     best = _of_equally_fast(fitting)
@@ -163,6 +159,12 @@ def _fastest(priced: Sequence[Priced], budget: int, facts: PlannerInputs) -> Pri
         if simpler and min(one.token_s for one in simpler) <= limit:
             return _of_equally_fast(simpler)
     return best
+
+
+def with_room_on_host(priced: Sequence[Priced], facts: PlannerInputs) -> list[Priced]:
+    """Those that the host has memory for; of plans for a GPU, all that move nothing there."""
+    on_gpu = facts.hardware.device == "cuda"
+    return [one for one in priced if (on_gpu and num_moved(one) == 0) or fits_host(one, facts)]
 
 
 def _of_equally_fast(fitting: Sequence[Priced]) -> Priced:

@@ -10,6 +10,7 @@ from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.explain.suggestions import suggestions
 from memtrain.memory.hardware.devices import cpu
+from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.model_shape.shape import ModelShape, shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB
@@ -63,6 +64,21 @@ def test_processes_may_hold_rows_together_where_nothing_forbids_it(settings: Set
     words = [way.words() for way in suggestions(four, shape, row, 24 * GIB, can_slice=True)]
     assert any("cluster.context_parallel: " in one for one in words)
     assert not any("context" in way.words() for way in suggestions(four, shape, row, 24 * GIB))
+
+
+def test_adapters_on_all_experts_may_be_left_out(settings: Settings):
+    """Rank 16 on 128 experts of 48 layers: 16 * (2 * (2048 + 1536) + 768 + 2048) * 128 * 48 weights.
+
+    By hand: of each of them 4 bytes and 4 of its gradient are on the device, wherever the experts live.
+    """
+    shape = shape_of(known_config("Qwen/Qwen3-30B-A3B") or {})
+    changes = {"adapter": Adapter(), "quantize": "4bit", "weights_offload": True, "optimizer_offload": True}
+    away = settings.model_copy(update=changes | {"loss": "chunked", "offload": "boundaries"})
+    row = HeaviestBatch(1, 4096, 4096, 4096)
+    (way,) = [one for one in suggestions(away, shape, row, 8 * GIB, most=9) if len(one.changes) == 1][:1]
+    assert "[q_proj, k_proj, v_proj, o_proj], without the experts" in way.words()
+    weights = 16 * (2 * (2048 + 1536) + 768 + 2048) * 128 * 48
+    assert estimate(away, shape, row).peak.num_bytes - way.peak_bytes > 8 * weights
 
 
 def test_states_on_the_host_leave_the_device_and_are_counted_there(settings: Settings, shape: ModelShape):
