@@ -163,5 +163,8 @@ METHODS: dict[str, Method] = {
 
 
 def spelled_method(text: str) -> str:
-    """A method's name however it is spelled: `online-dpo`, `Online DPO` and `online_dpo` are one."""
+    """A method's name however it is spelled: `online-dpo`, `OnlineDPO` and `online_dpo` are one."""
+    letters = re.sub(r"[^a-z]", "", text.lower())
+    if known := next((name for name in METHODS if name.replace("_", "") == letters), None):
+        return known
     return re.sub(r"[\s-]+", "_", text.strip().lower())

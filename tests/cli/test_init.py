@@ -43,12 +43,22 @@ def test_an_unknown_method_names_the_nearest(capsys: pytest.CaptureFixture[str])
     )
 
 
+def test_a_loss_that_others_call_a_method_is_named_as_a_loss(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["init", "ORPO"]) == 2
+    assert "orpo is a loss of dpo: memtrain init dpo, and dpo.loss: orpo" in capsys.readouterr().err
+    (folder / "my.yaml").write_text("method: orpo\nmodel: {path: builtin:tiny}\ndata: {train: x.jsonl}\n")
+    assert main(["check", "my.yaml"]) == 2
+    assert "write method: dpo, and dpo.loss: orpo" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]):
     assert main(["init", "sft", "-o", "nowhere/my.yaml"]) == 2
     assert "nowhere/my.yaml cannot be written: No such file or directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("spelling", ["online-dpo", "online_dpo", "Online DPO", "ONLINE-DPO"])
+@pytest.mark.parametrize("spelling", ["online-dpo", "online_dpo", "Online DPO", "OnlineDPO"])
 def test_every_spelling_of_a_method_is_known(spelling: str, capsys: pytest.CaptureFixture[str]):
     assert main(["init", spelling]) == 0
     assert "method: online_dpo" in capsys.readouterr().out

@@ -11,6 +11,7 @@ import typer
 from memtrain.cli.output.terminal import write_text
 from memtrain.errors import RecipeError
 from memtrain.recipes.registry import METHODS, spelled_method
+from memtrain.recipes.sections.methods.pair_losses import PAIR_LOSSES
 
 
 def complete_method(incomplete: str) -> list[str]:
@@ -29,7 +30,7 @@ def init(
 ) -> None:
     """Write a commented recipe that runs as it is, on data and a model that are made on the spot.
 
-    Every spelling of a method works: online-dpo, online_dpo, Online DPO.
+    Every spelling of a method works: online-dpo, online_dpo, OnlineDPO.
     """
     from memtrain.recipes.reference.starter import starter_recipe
 
@@ -37,6 +38,8 @@ def init(
     if method not in METHODS:
         near = difflib.get_close_matches(method, METHODS, n=1)
         fix = f"did you mean {near[0]}?" if near else f"the methods are {', '.join(METHODS)}"
+        if method in PAIR_LOSSES:
+            fix = f"{method} is a loss of dpo: memtrain init dpo, and dpo.loss: {method} in the recipe"
         raise RecipeError(f"unknown method '{method}'", "the command line", fix)
     text = starter_recipe(method, "recipe.yaml" if output is None else str(output))
     write_text(text, output, replace=force)
