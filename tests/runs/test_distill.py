@@ -77,7 +77,7 @@ def test_a_file_of_few_tokens_counts_the_mass_of_the_others(made, capsys):
     folder, run = made
     words = ["distill.top_k=4", f"distill.top_k_file={folder / 'few'}", "distill.beta=0"]
     score_teacher(str(folder / "distill.yaml"), words)
-    assert "The other tokens are one event: their mass is" in capsys.readouterr().out
+    assert "All other tokens are one outcome together: its probability is" in capsys.readouterr().out
     told = steps(run("few", *words))
     assert told[-1]["loss"] < told[0]["loss"]
     assert 0.5 < told[0]["teacher_tail"] < 1.0

@@ -63,14 +63,14 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
             "copies between host and device, in the slower direction",
             f"{found.host_bytes_per_s / 1e9:.1f} GB/s",
         ),
-        ("launch of an operation", f"{found.launch_s * 1e6:.1f} us"),
-        ("beside tensors", f"{found.beside_bytes / MIB:.0f} MiB"),
-        ("the allocator rounds to", f"{found.granularity_bytes} B"),
-        *((f"scratch of {name}", f"{size / MIB:.1f} MiB") for name, size in found.scratch.items()),
+        ("launch of one operation", f"{found.launch_s * 1e6:.1f} us"),
+        ("memory beside tensors", f"{found.beside_bytes / MIB:.0f} MiB"),
+        ("allocations are rounded up to multiples of", f"{found.granularity_bytes} B"),
+        *((f"scratch memory of {name}", f"{size / MIB:.1f} MiB") for name, size in found.scratch.items()),
     ]
     if found.communication_bytes is not None:
         rows.append(("a communicator", f"{found.communication_bytes / MIB:.0f} MiB"))
     print_text(f"{found.device}, measured on {found.made}:")
     print_table(("what", "measured"), rows)
     kinds = len(read_history().ratios)
-    print_text(f"Kept in {where}; peaks of {kinds} kinds of runs beside it. Plans for this machine use them.")
+    print_text(f"Stored in {where}, with peaks of {kinds} kinds of runs. Plans for this machine use both.")

@@ -56,6 +56,10 @@ def chat(
             temperature=temperature,
         )
         typer.echo()
+        if talk.is_cut:
+            typer.echo(
+                f"[cut at {max_tokens:,} tokens, before the model ended its turn (--max-tokens)]", err=True
+            )
 
 
 def _turns() -> Iterator[str]:

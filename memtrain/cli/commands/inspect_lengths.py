@@ -317,7 +317,8 @@ def _progress() -> Iterator[Callable[[int, int, int | None], None] | None]:
         of, left = "", ""
         if total is not None and total > rows:
             of, left = f" of {total:,}", f", {(total - rows) / max(speed, 1e-9):,.0f} s left"
-        line = f"tokenizing: {rows:,}{of} rows, {tokens:,} tokens, {speed:,.0f} rows/s{left} (Ctrl-C: enough)"
+        done = f"{rows:,}{of} rows, {tokens:,} tokens, {speed:,.0f} rows/s{left}"
+        line = f"tokenizing: {done} (Ctrl-C: show these)"
         sys.stderr.write(f"\r\x1b[K{line}")
         sys.stderr.flush()
 

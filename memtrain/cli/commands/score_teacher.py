@@ -39,6 +39,6 @@ def score_teacher(
         f"{whole(made.path)} ({made.num_bytes / 2**20:,.1f} MiB)."
     )
     print_text(
-        f"The other tokens are one event: their mass is {facts.mean_tail:.2%} on the mean, and "
-        f"{facts.most_tail:.2%} at most."
+        f"All other tokens are one outcome together: its probability is {facts.mean_tail:.2%} on average, "
+        f"and {facts.most_tail:.2%} at most."
     )

@@ -32,7 +32,10 @@ def slurm(
     qos: Annotated[str | None, _option("--qos", "Quality of service.")] = None,
     array: Annotated[
         list[str] | None,
-        _option("--array", "Values to try, a job each: train.seed=0,1,2. Again: every pair."),
+        _option(
+            "--array",
+            "Values to try, one job each: train.seed=0,1,2. Given twice: a job for every combination.",
+        ),
     ] = None,
     run_dir: Annotated[
         str | None, _option("--run-dir", "Folder of the run, in place of the recipe's.")
@@ -81,7 +84,7 @@ def _write(submission: Submission, *, submit: bool, dry_run: bool) -> None:
         print_text(
             f"{len(job.runs)} runs, the plan of the first above: {', '.join(run.name for run in job.runs)}."
         )
-    print_text(f"Asked to save {job.lead_s} s before the time limit: {submission.lead_reason}.")
+    print_text(f"SLURM asks the run to save {job.lead_s} s before the time limit: {submission.lead_reason}.")
     submission.write()
     if dry_run:
         typer.echo(job.script.read_text())

@@ -179,11 +179,11 @@ def lead_s(
         return asked.signal_lead_s, "asked for"
     taken_s = checkpoint_bytes / BYTES_PER_S if save_s is None else save_s
     source = f"{taken_s:.0f} s, expected" if save_s is None else f"{taken_s:.1f} s, measured"
-    saves, words = (2 * SAVES, "two times three saves") if is_background else (SAVES, "three saves")
+    saves, words = (2 * SAVES, "time for six saves") if is_background else (SAVES, "time for three saves")
     needed_s = math.ceil(saves * taken_s + STEPS * step_s)
     lead, reason = max(SHORTEST_LEAD_S, needed_s), f"{words} ({source}) and two steps"
     if lead == SHORTEST_LEAD_S:
-        reason = f"the shortest that SLURM keeps; {reason} take {needed_s} s"
+        reason = f"the shortest that SLURM keeps; {reason}, {needed_s} s"
     limit_s = None if asked.time is None else seconds_of(asked.time)
     if limit_s is not None and lead > limit_s // 2:
         return max(1, limit_s // 2), f"half of the time limit; {reason}"

@@ -15,7 +15,7 @@ from memtrain.trainers.pages.memory_bars import memory_unit
 from memtrain.trainers.pages.page import render
 
 TEMPLATE = Path(__file__).parent / "templates" / "bench.html.j2"
-HEADERS = ("variant", "peak", "predicted", "off", "resident", "tokens/s", "of plain", "loss differs by")
+HEADERS = ("variant", "peak", "predicted", "off", "resident", "tokens/s", "speed of plain", "loss differs by")
 
 
 def print_bench(made: Bench) -> None:

@@ -40,8 +40,8 @@ class Stage:
 
 
 STAGES = (
-    Stage("rows end to end", "rows", ("attention", "pad_to_multiple_of"), ("a prompt once",)),
-    Stage("a prompt once", "prompts"),
+    Stage("padding-free rows", "rows", ("attention", "pad_to_multiple_of"), ("shared prompts",)),
+    Stage("shared prompts", "prompts"),
     Stage("the reference", "reference"),
     Stage("Liger's kernels", (), ("liger",)),
     Stage("fused kernels", (), ("kernels",)),

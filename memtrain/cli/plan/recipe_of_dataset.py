@@ -9,17 +9,22 @@ from pathlib import Path
 
 import yaml
 
+from memtrain.cli.output.terminal import print_text
 from memtrain.errors import RecipeError
+from memtrain.memory.model_shape.config_file import model_of_run
 from memtrain.recipes.reading.load import recipe_of_words
 from memtrain.recipes.reading.shipped import ENDINGS
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.data.sources.readers import READERS, ending
 
+HEADER = "# Written by `memtrain {command} DATASET --model MODEL`. Every key: docs/recipe.md."
+
 
 def write_recipe(method: str | None, dataset: str, model: str, overrides: Sequence[str]) -> Path:
     """The file of the recipe that trains `model` on `dataset`, in the current folder.
 
-    A file that says the same is taken as it is.
+    A file that says the same is taken as it is; one that an earlier command wrote, and that no run used (its
+    command was refused), is kept beside it.
     Raises: RecipeError when a word is wrong, the method is not given, or a file that says something else is
     in the way.
     """
@@ -32,20 +37,25 @@ def write_recipe(method: str | None, dataset: str, model: str, overrides: Sequen
     command = METHODS[method].command
     words = [
         f"method={method}",
-        f"model.path={json.dumps(model)}",
+        f"model.path={json.dumps(model_of_run(model))}",
         f"data.train={json.dumps(dataset, ensure_ascii=False)}",
         *overrides,
     ]
     loaded = recipe_of_words(words)
     body = yaml.safe_dump(dict(loaded.resolved), sort_keys=False, allow_unicode=True, width=100)
     path = Path(f"{name_of(dataset)}-{method}.yaml")
-    text = f"# Written by `memtrain {command} DATASET --model MODEL`. Every key: docs/recipe.md.\n{body}"
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        raise RecipeError(
-            f"{path} exists already, with other keys or values",
-            str(path),
-            f"run it (memtrain {command} {path}), or rename or remove it",
-        )
+    text = f"{HEADER.format(command=command)}\n{body}"
+    if path.exists() and (before := path.read_text(encoding="utf-8")) != text:
+        if Path("runs", path.stem, "metrics.jsonl").exists() or not before.startswith(
+            HEADER.format(command=command)
+        ):
+            raise RecipeError(
+                f"{path} exists already, with other keys or values",
+                str(path),
+                f"run it (memtrain {command} {path}), or rename or remove it",
+            )
+        path.replace(kept := f"{path}.bak")
+        print_text(f"{path} was written before, and no run used it: it is kept as {kept}.")
     path.write_text(text, encoding="utf-8")
     return path
 

@@ -86,7 +86,7 @@ def _max_length(question: Question, facts: PlannerInputs) -> Solution:
     if recipe.length.max_length is not None and length < recipe.length.max_length:
         words.append(f"The recipe asks for {recipe.length.max_length:,}, which does not fit.")
     if not facts.is_guessed:
-        words.append("Measured by the rows of the data: a length beyond the longest of them changes nothing.")
+        words.append("The longest row of the data bounds the search: a larger max_length changes nothing.")
     return Solution("max_length", length, tuple(words), {"length.max_length": length})
 
 
@@ -172,7 +172,7 @@ def _num_gpus(question: Question, facts: PlannerInputs) -> Solution:
         except DoesNotFit:
             continue
         if count == 1:
-            more = "More GPUs share the rows of a step, and what each must hold where that is faster."
+            more = "More GPUs would share the rows of a step, and weights and states where that is faster."
             return Solution("num_gpus", 1, (f"One {name} is enough{_how(found)}.", more))
         engine = found.settings.engine
         held = f"They share weights, gradients and moments ({engine})." if engine != "ddp" else ""

@@ -53,7 +53,7 @@ def _tensor(asked: int, was: AsItWas) -> Iterator[str]:
         for count in (tokens, tokens - batch.rows, batch.longest, batch.longest - 1):
             if count > 1 and _is_near(asked, size * count * vocabulary):
                 yield (
-                    f"The {gib(asked)} that were asked for are {words} logits of {count:,} tokens x "
+                    f"The allocation that failed, {gib(asked)}, was of {words} logits: {count:,} tokens x "
                     f"{vocabulary:,} words of the vocabulary."
                 )
                 return
@@ -61,12 +61,12 @@ def _tensor(asked: int, was: AsItWas) -> Iterator[str]:
     for words, size in (("float32", 4), ("half-precision", 2)):
         if asked > 64 * MIB and _is_near(asked, size * scores):
             yield (
-                f"The {gib(asked)} that were asked for are {words} attention scores of {batch.longest:,} x "
-                f"{batch.longest:,} tokens: sdpa and flash_attention_2 keep no such tensor."
+                f"The allocation that failed, {gib(asked)}, was of {words} attention scores: "
+                f"{batch.longest:,} x {batch.longest:,} tokens. sdpa and flash_attention_2 keep none."
             )
             return
     if _is_near(asked, weights_bytes(settings, shape)):
-        yield f"The {gib(asked)} that were asked for are the whole model."
+        yield f"The allocation that failed, {gib(asked)}, was of the whole model."
 
 
 def _is_near(asked: int, size: int) -> bool:

@@ -61,7 +61,7 @@ class NoPlan(DoesNotFit):
         """`shortage`: the refusal of plans that would fit the device, and not the host."""
         self.closest, self.budget, self.asked, self.facts = closest, budget, asked, facts
         self.shortage = "" if shortage is None else f"; beyond it in host memory: {shortage.faults[0].what}"
-        what = _what(closest, budget) + self.shortage
+        what = _what(closest, budget, facts.hardware) + self.shortage
         super().__init__([Fault(what, _where(asked), "memtrain plan --gpu NAME")])
 
 
@@ -78,7 +78,7 @@ def nothing_fits(found: NoPlan, plan: Plan) -> DoesNotFit:
     elif len(ways) < MOST:
         fix += f"\n       nothing else was found to fit: {TRIED[closest.settings.device]}"
 
-    return DoesNotFit([Fault(_what(closest, budget) + found.shortage, _where(asked), fix)])
+    return DoesNotFit([Fault(_what(closest, budget, facts.hardware) + found.shortage, _where(asked), fix)])
 
 
 def nearest_ways(
@@ -250,11 +250,13 @@ def _one(change: Change | None) -> tuple[Change, ...]:
     return () if change is None else (change,)
 
 
-def _what(closest: Priced, budget: int) -> str:
+def _what(closest: Priced, budget: int, hardware: Hardware) -> str:
     peak = closest.prediction.peak
+    # A budget in GiB that cards are sold with is for a card of that size, which has a little less.
+    card = f" of {hardware.name}" if hardware.sold_bytes and budget == hardware.memory_bytes else ""
     owners = ", ".join(f"{owned.owner} {gib(owned.num_bytes)}" for owned in peak.owners[:3])
     return (
-        f"no plan fits {gib(budget)}: the smallest needs {gib(closest.need_bytes)} (margin included), "
+        f"no plan fits {gib(budget)}{card}: the smallest needs {gib(closest.need_bytes)} (margin included), "
         f"{gib(peak.num_bytes)} of it live tensors in the {peak.phase} ({owners})"
     )
 

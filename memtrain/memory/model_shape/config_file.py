@@ -80,10 +80,30 @@ def read_config_json(file: Path, key: str) -> dict[str, Any]:
 
     Raises: LaunchError at the `key` of the recipe that names it when there is none, or it is no model's.
     """
+    refuse_run_folder(file, key)
     file = file / "config.json" if file.is_dir() else file
     given = read_json_object(file, key, "give a folder with a config.json")
     check_numbers(given, str(file))
     return given
+
+
+def model_of_run(path: str) -> str:
+    """The model in the folder of a run, as a path; any other path as it is."""
+    folder = Path(path).expanduser()
+    return str(Path(path) / "final") if not (folder / "config.json").exists() and is_run(folder) else path
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run with a trained model."""
+    return (folder / "plan.json").is_file() and (folder / "final").is_dir()
+
+
+def refuse_run_folder(folder: Path, key: str) -> None:
+    """Raise LaunchError at the `key` that names a run in place of the model in it."""
+    if not (folder / "config.json").exists() and is_run(folder):
+        raise LaunchError(
+            f"{folder} is the folder of a run, not a model", key, f"give its model: {folder}/final"
+        )
 
 
 def read_json_object(file: Path, key: str, missing: str = "") -> dict[str, Any]:

@@ -135,9 +135,10 @@ def longest_first(lengths: Iterable[int]) -> tuple[int, ...]:
 
 
 def by_answer_words(loss_tokens: Sequence[int]) -> str:
-    """Loss tokens of chosen and of rejected answers, in words; empty where rows have no two answers."""
+    """Loss tokens of chosen and of rejected answers, in words; empty where rows have no two answers, or no
+    token is lost."""
     return (
         f": {loss_tokens[0]:,} of chosen, {loss_tokens[1]:,} of rejected answers"
-        if len(loss_tokens) == 2
+        if len(loss_tokens) == 2 and any(loss_tokens)
         else ""
     )

@@ -158,6 +158,8 @@ class PreparedData(Section):
     """Rows of `train` that are set aside for evaluation (`data.eval_fraction`)."""
     turn_end: TurnEnd | None = None
     """The token that ends a turn, where rows are conversations."""
+    leaves_out_template: bool = False
+    """Whether prompts and answers are strings, and the tokenizer has a chat template that they do not use."""
     samples: tuple[SamplePrompt, ...] = ()
     """Prompts of `eval.samples`."""
 
@@ -167,6 +169,8 @@ class PreparedData(Section):
         if self.eval is not None:
             sentences += [f"held-out source {one}" for one in self.eval.source_words()]
         sentences += [self.train.trained_words(), self.turn_end.words() if self.turn_end is not None else ""]
+        if self.leaves_out_template:
+            sentences.append("rows are strings: the chat template is not used (it is for rows of messages)")
         sentences += [f"data {note}" for note in self.notes]
         return [f"{one[0].upper()}{one[1:]}." for one in sentences if one]
 

@@ -23,7 +23,11 @@ def decide_compile(ledger: DecisionLog, facts: PlannerInputs) -> bool:
     if wanted == "on" and (reason := _cannot(ledger, facts)):
         ledger.refuse(f"layers cannot be compiled: {reason}", PATH, "set it to off")
         return False
-    why = "each layer by itself; its memory is predicted as it is without" if wanted == "on" else ""
+    why = (
+        "each layer is compiled by itself; its memory is predicted as that of the uncompiled layer"
+        if wanted == "on"
+        else ""
+    )
     ledger.decide("compile", wanted, why, PATH)
     return wanted == "on"
 

@@ -41,7 +41,7 @@ def _loss_kernel(ledger: DecisionLog, hardware: Hardware, shape: ModelShape) -> 
     elif (hardware.compute_capability or (0, 0)) < TRITON_FROM:
         reason = "triton needs compute capability 7.0"
     elif shape.logit_softcap:
-        reason = "the model's logits are bent (final_logit_softcapping)"
+        reason = "the model caps its logits (final_logit_softcapping)"
     elif ledger.asked.recipe.method == "distill":
         reason = "a tile of distillation holds the logits of two models, and is computed by torch"
     else:
@@ -68,7 +68,12 @@ def _uses_liger(ledger: DecisionLog, hardware: Hardware, *, has_fused: bool) -> 
         return False
     is_presumed = ledger.presumes("liger_kernel")
     if wanted == "auto" and is_presumed and has_fused and hardware.device == "cuda":
-        ledger.decide("liger", False, "fused kernels keep as little, and need no package", "model.liger")
+        ledger.decide(
+            "liger",
+            False,
+            "memtrain's fused kernels keep as little memory, and need no package",
+            "model.liger",
+        )
         return False
     runs = hardware.device == "cuda" and ledger.has("liger_kernel")
     reason = "taken to be installed there" if is_presumed else "installed, and the device is CUDA"
@@ -98,9 +103,9 @@ def _kernels(ledger: DecisionLog, hardware: Hardware, why_not: str, uses_liger: 
         return "transformers"
     is_fused = hardware.device == "cuda" and not uses_liger and not why_not
     chosen = "fused" if is_fused else "transformers"
-    reason = "few kernels, and less is kept" if is_fused else why_not
+    reason = "fewer kernel launches, and fewer activations in memory" if is_fused else why_not
     if not reason:
-        reason = "Liger has its own" if uses_liger else "fused is for CUDA"
+        reason = "Liger's kernels are used" if uses_liger else "fused kernels need CUDA"
     ledger.decide("kernels", chosen, reason, "model.kernels")
     return chosen
 

@@ -233,7 +233,9 @@ def _file_tree(text: str, path: Path, name: str, faults: Faults, above: tuple[Pa
         return None
     if not isinstance(root, Mapping):
         kind = "a list" if isinstance(root, Items) else "a single value"
-        faults.add(f"the file holds {kind}", root.place, "write keys: `method: sft`, `model:`, `data:`")
+        keys = "write keys: `method: sft`, `model:`, `data:`"
+        rows = f"train on rows without a recipe (memtrain sft {path} --model MODEL), or {keys}"
+        faults.add(f"the file holds {kind}", root.place, rows if path.suffix == ".json" else keys)
         return None
     root = cast(Mapping, renewed(root, faults))
     if "extends" not in root.entries:

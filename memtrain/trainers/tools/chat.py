@@ -42,6 +42,7 @@ class Chat:
         self.has_template = template_of(self.tokenizer) is not None and not as_text
         self.system = system
         self.messages: list[dict[str, str]] = []
+        self.is_cut = False
         self.reset()
 
     def reset(self) -> None:
@@ -52,6 +53,7 @@ class Chat:
     def answer(self, text: str, emit: Callable[[str], object], *, max_tokens: int, temperature: float) -> str:
         """The model's answer to a turn, given to `emit` as it is written; greedy at temperature 0.
 
+        `is_cut` says afterwards whether it stopped at `max_tokens`, before an end of its own.
         Without a chat template the text is continued as it stands, and nothing is remembered.
         """
         prompt = text
@@ -73,6 +75,9 @@ class Chat:
             pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
             **samples,
         )
+        ends = self.model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        self.is_cut = made.shape[1] - ids.shape[1] >= max_tokens and int(made[0, -1]) not in ends
         answer = str(self.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)).strip()
         if self.has_template:
             self.messages.append({"role": "assistant", "content": answer})

@@ -127,7 +127,7 @@ def test_the_lead_has_time_for_three_saves_and_two_steps():
     assert lead_s(Slurm(time="0:02:00"), save_s=1, step_s=1, checkpoint_bytes=0)[0] == 60
     # One that is under way in the background is waited for first: 6 * 60 s + 2 * 10 s.
     later = lead_s(asked, save_s=60, step_s=10, checkpoint_bytes=0, is_background=True)
-    assert later == (380, "two times three saves (60.0 s, measured) and two steps")
+    assert later == (380, "time for six saves (60.0 s, measured) and two steps")
     assert lead_s(Slurm(signal_lead_s=30), save_s=60, step_s=1, checkpoint_bytes=0) == (30, "asked for")
 
 

@@ -91,3 +91,34 @@ def test_a_recipe_in_the_way_is_run_by_the_command_of_its_method(folder: Path):
     (folder / "rows-online_dpo.yaml").write_text("method: sft\n")
     with pytest.raises(RecipeError, match="memtrain online-dpo rows-online_dpo.yaml"):
         write_recipe("online_dpo", "rows.jsonl", "builtin:tiny", ["rewards.functions=[exact_answer]"])
+
+
+def test_the_recipe_of_a_refused_command_is_not_in_the_way(folder: Path, capsys: pytest.CaptureFixture[str]):
+    write_recipe("sft", "rows.jsonl", "builtin:tiny", ["optim.lr=1"])
+    path = write_recipe("sft", "rows.jsonl", "builtin:tiny", [])
+    assert "kept as rows-sft.yaml.bak" in " ".join(capsys.readouterr().out.split())
+    assert "lr: 1" in Path(f"{path}.bak").read_text()
+    assert "lr: 1" not in path.read_text()
+    (folder / "runs" / "rows-sft").mkdir(parents=True)  # as a dry run leaves it
+    write_recipe("sft", "rows.jsonl", "builtin:tiny", ["optim.lr=2"])
+    (folder / "runs" / "rows-sft" / "metrics.jsonl").touch()
+    with pytest.raises(RecipeError, match="exists already"):
+        write_recipe("sft", "rows.jsonl", "builtin:tiny", ["optim.lr=1"])
+
+
+def test_the_folder_of_a_run_stands_for_its_model(folder: Path, capsys: pytest.CaptureFixture[str]):
+    final = folder / "runs" / "one" / "final"
+    final.mkdir(parents=True)
+    (final.parent / "plan.json").write_text("{}")
+    path = write_recipe("sft", "rows.jsonl", "runs/one", [])
+    assert load_recipe(str(path)).recipe.model.path == "runs/one/final"
+    assert main(["check", str(path), "model.path=runs/one"]) == 5
+    shown = capsys.readouterr().err
+    assert "runs/one is the folder of a run, not a model" in shown
+    assert "give its model: runs/one/final" in shown
+
+
+def test_a_json_list_of_rows_is_no_recipe(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "mine.json").write_text('[{"prompt": "2 + 2", "completion": "4"}]')
+    assert main(["check", "mine.json"]) == 2
+    assert "memtrain sft mine.json --model MODEL" in " ".join(capsys.readouterr().err.split())

@@ -38,6 +38,10 @@ NOTHING_LOST = LengthReport(
             "chosen, 5 of rejected answers).",
         ),
         (
+            {"rows_cut": 1, "tokens_cut": 50, "loss_tokens_cut": 0, "loss_tokens_cut_by_answer": (0, 0)},
+            "300 rows, 9,000 tokens, 4,000 loss tokens; 1 row was truncated (50 tokens, 0 loss tokens).",
+        ),
+        (
             {"rows_split": 4, "pieces": 310, "tokens_idle": 700, "num_sequences": 90, "fill": 0.998},
             "300 rows, 9,000 tokens, 4,000 loss tokens; 4 rows were split into pieces; pieces without a "
             "loss token "

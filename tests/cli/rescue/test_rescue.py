@@ -41,7 +41,7 @@ def test_the_owners_at_the_moment_of_the_death_are_told(axolotl: str):
     assert found.held is not None
     assert found.held.phase == "loss"
     assert found.held.owners[0].owner in ("activations", "logits")
-    assert "float32 logits of 8,192 tokens x 32,000" in found.clues[0]
+    assert "float32 logits: 8,192 tokens x 32,000" in found.clues[0]
     assert found.hardware.name in ("3090", "4090")
 
 

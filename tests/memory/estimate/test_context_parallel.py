@@ -11,6 +11,7 @@ from memtrain.memory.estimate.context_parallel import (
     gathered_backward,
     gathered_forward,
     num_gathered_kv,
+    score_pairs,
     ulysses_width,
 )
 from memtrain.memory.estimate.pricing import PlannerInputs
@@ -216,3 +217,15 @@ def test_a_window_of_all_layers_gathers_no_more_than_itself(
     asked = facts_of(cpu(64 * GIB, 4), profile_of(*[512] * 64), config)
     settings = ask(asked, **ONE, cluster__context_parallel=2).settings
     assert num_gathered_kv(Workload(settings, asked.shape, HeaviestBatch(1, 2048, 2048, 2048))) == 2 * 128
+
+
+def test_masked_scores_are_of_spans_where_keys_are_gathered(ask: Ask, facts: PlannerInputs):
+    """Two documents of 1,024 by two. Gathered: nothing is kept, and a call has a document's queries and keys.
+    By heads: all pairs of the whole row, for half of the heads."""
+    said = {"cluster__context_parallel": 2, "model__attention": "masked"}
+    batch = HeaviestBatch(2, 2048, 2048, 1024)
+    gathered = Workload(ask(facts, **ONE, **said).settings, facts.shape, batch)
+    assert score_pairs(gathered) == (0, 1024 * 1024)
+    said |= {"cluster__context_parallel_mode": "ulysses"}
+    by_heads = Workload(ask(facts, **ONE, **said).settings, facts.shape, batch)
+    assert score_pairs(by_heads) == (2048 * 2048 // 2,) * 2

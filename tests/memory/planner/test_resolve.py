@@ -1,10 +1,12 @@
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import may_accumulate
+from memtrain.memory.explain.nothing_fits import NoPlan
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.length_profile import LengthProfile, LengthReport
@@ -139,6 +141,15 @@ def test_a_budget_that_nothing_fits_names_the_largest_owners_and_ways_out():
     assert "optimizer" in fault.what
     assert fault.where == "r.yaml:memory.budget"
     assert "lora" in fault.fix
+
+
+def test_a_refusal_of_a_whole_card_names_the_card():
+    """`--budget 24GiB` is for a 3090, which has 23.56: the refusal says whose they are."""
+    made, card = ask(), Hardware.for_budget(24 * GIB)
+    whose = replace(made.case.facts, hardware=card)
+    refused = [NoPlan(made.chosen, num, made.case.asked, whose) for num in (card.memory_bytes, 5 * GIB)]
+    assert "no plan fits 23.56 GiB of 3090: " in refused[0].faults[0].what
+    assert "no plan fits 5.00 GiB: " in refused[1].faults[0].what
 
 
 def test_the_plain_run_needs_more():

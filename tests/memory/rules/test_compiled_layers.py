@@ -20,7 +20,7 @@ def test_layers_are_compiled_where_the_recipe_asks(ask: Any, facts_of: Any, prof
         replace(facts, hardware=Hardware.named("h100", 2)), model__compile="on", cluster__engine="fsdp2"
     )
     assert (shards.settings.compiled, shards.settings.engine) == (True, "fsdp2")
-    assert "its memory is predicted as it is without" in told.reason
+    assert "its memory is predicted as that of the uncompiled layer" in told.reason
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from memtrain.trainers.data.sources.packed import PACKINGS, Digest, opened
 from memtrain.trainers.data.sources.tables import arrow, parquet
 
 Line = tuple[int, Row | BadRow]
-"""The number of a row in its file (lines for text formats, rows for tables; from 1), and the row."""
+"""The number of a row in its file (lines for text formats, rows for tables; from 1), and the row. Rows that
+share a line of JSON are numbered as rows, so that no two have one place."""
 
 MAX_ROW_BYTES = 2**28
 """A longer row is taken for a broken file: 256 MiB is some 60 million tokens."""
@@ -77,7 +78,7 @@ def json_values(path: Path, file: IO[bytes]) -> Iterator[Line]:
     """
     reader = JsonReader()
     text = io.TextIOWrapper(file, encoding="utf-8-sig")
-    buffer, at, line, in_list, ended = "", 0, 1, False, False
+    buffer, at, line, number, in_list, ended = "", 0, 1, 0, False, False
     while True:
         while at < len(buffer) and (buffer[at].isspace() or (in_list and buffer[at] == ",")):
             line += buffer[at] == "\n"
@@ -107,7 +108,8 @@ def json_values(path: Path, file: IO[bytes]) -> Iterator[Line]:
             continue
         except BadRow as wrong:
             raise DataError(wrong.what, f"{path}:{line}", wrong.fix) from None
-        yield line, checked_row(value, reader, buffer[at:end])
+        number = max(line, number + 1)
+        yield number, checked_row(value, reader, buffer[at:end])
         line += buffer.count("\n", at, end)
         at = end
 

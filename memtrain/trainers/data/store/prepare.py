@@ -31,6 +31,7 @@ from memtrain.trainers.data.store.look_into import Found, kind_of, look_into, re
 from memtrain.trainers.data.store.shown_rows import example_of
 from memtrain.trainers.data.store.token_store import META_FILE, VERSION, StoreWriter, TokenStore
 from memtrain.trainers.data.tokenize.chat import (
+    template_of,
     trained_words,
     turn_end_of,
 )
@@ -147,6 +148,7 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
         eval=other and split_of(other, None, data.eval),
         held_out_rows=held_out,
         turn_end=turn_end,
+        leaves_out_template=turn_end is None and leaves_out_template(made.store, tokenizer),
         samples=sample_prompts(samples.prompts, data, tokenizer, is_chat=turn_end is not None)
         if samples is not None
         else (),
@@ -157,6 +159,12 @@ def turn_end_in(store: TokenStore, tokenizer: PreTrainedTokenizerFast) -> TurnEn
     """End of the assistant's turns; None where no source of the store holds conversations."""
     chats = [reading for reading in store.meta.made_of["readings"] if reading["is_chat"]]
     return turn_end_of(tokenizer, chats[0]["template_kwargs"]) if chats else None
+
+
+def leaves_out_template(store: TokenStore, tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether a chat template is there for prompts and answers that are strings, no text to continue."""
+    forms = {reading["form"] for reading in store.meta.made_of["readings"]}
+    return template_of(tokenizer) is not None and not forms <= {"text", "ids"}
 
 
 def split_of(made: KeptRows, rows: Any, sources: Sequence[Source]) -> PreparedSplit:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memtrain.errors import DataError, MemtrainError, words_of
-from memtrain.memory.model_shape.config_file import read_config_json
+from memtrain.memory.model_shape.config_file import read_config_json, refuse_run_folder
 from memtrain.recipes.reading.token_files import ADD_TOKENS, tokens_of
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.tokenize import tiny_tokenizer
@@ -77,6 +77,7 @@ def load_tokenizer(
             "model.tokenizer",
             f"check the path; a relative one begins at the current folder, {Path.cwd()}",
         )
+    refuse_run_folder(Path(place), "model.tokenizer")
     if (Path(place) / "config.json").exists():
         read_config_json(Path(place), "model.tokenizer")
     try:

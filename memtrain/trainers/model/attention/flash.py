@@ -7,21 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memtrain.trainers.model.attention.row_layout import Layout, Part
-from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule
-from memtrain.trainers.model.attention.two_part import attend_in_parts
-
-
-def attend(
-    query_THD: Tensor,
-    key_TKD: Tensor,
-    value_TKD: Tensor,
-    layout: Layout,
-    scale: float,
-    rule: ScoreRule = PLAIN,
-) -> Tensor:
-    """`out_THD` of the row, differentiable."""
-    return attend_in_parts(query_THD, key_TKD, value_TKD, layout, scale, rule, PackageFlash)
+from memtrain.trainers.model.attention.row_layout import Part
+from memtrain.trainers.model.attention.two_part import attend_by
 
 
 class PackageFlash:
@@ -94,3 +81,6 @@ class PackageFlash:
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq_THD, dk_TKD, dv_TKD
+
+
+attend = attend_by(PackageFlash)

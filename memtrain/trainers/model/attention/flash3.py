@@ -9,21 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.trainers.model.attention.row_layout import Layout, Part
-from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule
-from memtrain.trainers.model.attention.two_part import attend_in_parts
-
-
-def attend(
-    query_THD: Tensor,
-    key_TKD: Tensor,
-    value_TKD: Tensor,
-    layout: Layout,
-    scale: float,
-    rule: ScoreRule = PLAIN,
-) -> Tensor:
-    """`out_THD` of the row, differentiable."""
-    return attend_in_parts(query_THD, key_TKD, value_TKD, layout, scale, rule, HopperFlash)
+from memtrain.trainers.model.attention.row_layout import Part
+from memtrain.trainers.model.attention.two_part import attend_by
 
 
 class HopperFlash:
@@ -109,3 +96,6 @@ def _operators() -> Any:
 def _in_rows(tensor: Tensor) -> Tensor:
     """The tensor with the numbers of a head side by side, as the kernels want them."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+attend = attend_by(HopperFlash)

@@ -7,24 +7,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memtrain.trainers.model.attention.row_layout import Layout
-from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule
 from memtrain.trainers.model.attention.segment_loop import SegmentLoop
-from memtrain.trainers.model.attention.two_part import attend_in_parts
+from memtrain.trainers.model.attention.two_part import attend_by
 
 aten = torch.ops.aten
-
-
-def attend(
-    query_THD: Tensor,
-    key_TKD: Tensor,
-    value_TKD: Tensor,
-    layout: Layout,
-    scale: float,
-    rule: ScoreRule = PLAIN,
-) -> Tensor:
-    """`out_THD` of the row, differentiable; fp64, fp32, bf16 or fp16."""
-    return attend_in_parts(query_THD, key_TKD, value_TKD, layout, scale, rule, TorchCpu)
 
 
 class TorchCpu(SegmentLoop):
@@ -43,3 +29,6 @@ class TorchCpu(SegmentLoop):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *segment, 0.0, is_causal, attn_mask=None, scale=scale
         )
+
+
+attend = attend_by(TorchCpu)

@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memtrain.trainers.model.attention.row_layout import Layout
-from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule
 from memtrain.trainers.model.attention.segment_loop import SegmentLoop
-from memtrain.trainers.model.attention.two_part import attend_in_parts
+from memtrain.trainers.model.attention.two_part import attend_by
 
 aten = torch.ops.aten
 LSE_MULTIPLE = 32
@@ -23,18 +21,6 @@ LSE_MULTIPLE = 32
 
 Source: aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_forward.h (kAlignLSE).
 """
-
-
-def attend(
-    query_THD: Tensor,
-    key_TKD: Tensor,
-    value_TKD: Tensor,
-    layout: Layout,
-    scale: float,
-    rule: ScoreRule = PLAIN,
-) -> Tensor:
-    """`out_THD` of the row, differentiable."""
-    return attend_in_parts(query_THD, key_TKD, value_TKD, layout, scale, rule, MemoryEfficient)
 
 
 class MemoryEfficient(SegmentLoop):
@@ -82,3 +68,6 @@ class MemoryEfficient(SegmentLoop):
             scale=scale,
         )
         return dq_GKLD, dk_GKLD, dv_GKLD
+
+
+attend = attend_by(MemoryEfficient)

@@ -11,23 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memtrain.trainers.model.attention.row_layout import Layout, Part
-from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule
-from memtrain.trainers.model.attention.two_part import attend_in_parts
+from memtrain.trainers.model.attention.row_layout import Part
+from memtrain.trainers.model.attention.two_part import attend_by
 
 aten = torch.ops.aten
-
-
-def attend(
-    query_THD: Tensor,
-    key_TKD: Tensor,
-    value_TKD: Tensor,
-    layout: Layout,
-    scale: float,
-    rule: ScoreRule = PLAIN,
-) -> Tensor:
-    """`out_THD` of the row, differentiable."""
-    return attend_in_parts(query_THD, key_TKD, value_TKD, layout, scale, rule, TorchFlash)
 
 
 class TorchFlash:
@@ -83,3 +70,6 @@ class TorchFlash:
             torch.empty(0, device=query_THD.device),
             scale=scale,
         )
+
+
+attend = attend_by(TorchFlash)

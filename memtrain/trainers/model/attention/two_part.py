@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.model.attention.row_layout import Layout, Part, Rows
-from memtrain.trainers.model.attention.score_rule import ScoreRule, merge_sinks, sinks_gradient
+from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule, merge_sinks, sinks_gradient
 from memtrain.trainers.model.attention.windows import Windowed, pattern_of
 
 
@@ -119,6 +119,38 @@ def attend_in_parts(
         query_THD, key_TKD, value_TKD, rule.sinks_H, pattern, scale, capped(kernel, rule.softcap)
     )
     return out_THD
+
+
+class RowAttention(Protocol):
+    """Attention of a row under a rule, differentiable."""
+
+    def __call__(
+        self,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        layout: Layout,
+        scale: float,
+        rule: ScoreRule = PLAIN,
+    ) -> Tensor:
+        """`out_THD` of the row."""
+        ...
+
+
+def attend_by(kernel: type[Kernel]) -> RowAttention:
+    """The attention of a back end, by its kernel."""
+
+    def attend(
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        layout: Layout,
+        scale: float,
+        rule: ScoreRule = PLAIN,
+    ) -> Tensor:
+        return attend_in_parts(query_THD, key_TKD, value_TKD, layout, scale, rule, kernel)
+
+    return attend
 
 
 def capped(kernel: type[Kernel], softcap: float | None) -> type[Kernel]:

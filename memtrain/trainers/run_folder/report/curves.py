@@ -67,7 +67,7 @@ KNOWN: tuple[tuple[str, tuple[Chart, ...]], ...] = (
         ),
     ),
     (
-        "KL and policy",
+        "KL and entropy",
         (
             Chart("KL to the reference", "nats a token", ("kl",)),
             Chart("Entropy", "nats a token", ("entropy",)),

@@ -33,7 +33,12 @@ from memtrain.trainers.run_folder.metrics import read_metrics
 from memtrain.trainers.run_folder.progress import ROLLOUT_TOKENS, decimal, duration, speed_tokens
 from memtrain.trainers.run_folder.report.evaluation_rows import ending_rows, pair_rows, set_rows, sets_of
 from memtrain.trainers.run_folder.report.expert_rows import expert_words
-from memtrain.trainers.run_folder.report.rollout_words import counted_words, mean_length_words
+from memtrain.trainers.run_folder.report.rollout_words import (
+    counted_words,
+    mean_length_words,
+    turn_words,
+)
+from memtrain.trainers.run_folder.report.time_words import host_words, save_words
 
 MOST_AVERAGED_STEPS = 10
 """First and last loss are means over a tenth of the steps, at most of this many: steps are noisy; taste."""
@@ -106,6 +111,8 @@ class Figures:
     the held-out reward, and is reported as that."""
     lengths: tuple[float, ...]
     """Mean length of the completions of each rollout, in tokens."""
+    turns: tuple[tuple[float, float], ...]
+    """Mean turns of a completion and tokens of the environment in it, of each rollout with an environment."""
     tokens: int
     """Of the sequences of the steps; of the rollouts, where completions are written."""
     loss_tokens: int
@@ -177,6 +184,9 @@ def figures_of(report: Report) -> Figures:
         loss_tokens=sum(step.loss_tokens for step in steps),
         seconds=max(counted_s, report.final.seconds if report.final else 0.0),
         lengths=tuple(step.extra["completion_tokens"] for step in steps if "completion_tokens" in step.extra),
+        turns=tuple(
+            (step.extra["turns"], step.extra["environment_tokens"]) for step in steps if "turns" in step.extra
+        ),
         tokens_per_s=sum(speed_tokens(step, counts_rollouts) for step in timed) / timed_s
         if timed_s
         else None,
@@ -269,24 +279,6 @@ def reward_words(figures: Figures) -> str:
     return f"{decimal(first)} -> {decimal(last)}{means}"
 
 
-def host_words(report: Report) -> str:
-    """The host's share of the step that was looked at; empty where none was."""
-    if report.host is None:
-        return ""
-    share = f"{report.host.waited:.1%}".replace("%", " %")
-    if report.plan is not None and report.plan.settings.device == "cuda":
-        return f"GPU waited for the host: {share} (step {report.host.step:,})"
-    return f"{share} outside of operators (step {report.host.step:,})"
-
-
-def save_words(saves: Sequence[SaveEvent]) -> str:
-    """Number of checkpoints that were written, and the time that the steps waited for them."""
-    held_s = sum(one.seconds if one.held_s is None else one.held_s for one in saves)
-    waited_s = sum(one.waited_s for one in saves)
-    words = f"{len(saves):,} written, steps waited {held_s:.1f} s"
-    return words + (f", {waited_s:.1f} s of it for one still being written" if waited_s >= 0.1 else "")
-
-
 def source_words(data: DataEvent) -> list[str]:
     """A sentence for each source of a mixture: its rows, tokens, loss tokens, and its share of the tokens."""
     total = max(1, sum(tokens for _, _, tokens, _ in data.sources))
@@ -328,6 +320,8 @@ def _figures_table(report: Report) -> Table:
         table.add_row(REWARD, words)
     if words := mean_length_words(figures.lengths):
         table.add_row("completion length", words)
+    if words := turn_words(figures.turns):
+        table.add_row("turns", words)
     if words := eval_words(figures):
         table.add_row(eval_name(figures), words)
     for row in (*pair_rows(report.evals), *set_rows(report.evals, sets_of(report.plan))):
@@ -335,7 +329,8 @@ def _figures_table(report: Report) -> Table:
     if figures.tokens_per_s is not None:
         counted = counted_words(figures.tokens, figures.loss_tokens, figures.lengths)
         table.add_row("speed", f"{figures.tokens_per_s:,.0f} tokens/s ({counted})")
-    if words := host_words(report):
+    is_on_gpu = report.plan is not None and report.plan.settings.device == "cuda"
+    if words := host_words(report.host, is_on_gpu=is_on_gpu):
         table.add_row("host time", words)
     if words := expert_words(report.experts):
         table.add_row("fullest expert", words)

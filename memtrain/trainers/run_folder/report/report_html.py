@@ -40,7 +40,11 @@ from memtrain.trainers.run_folder.report.report import (
     source_words,
     state_of,
 )
-from memtrain.trainers.run_folder.report.rollout_words import counted_words, mean_length_words
+from memtrain.trainers.run_folder.report.rollout_words import (
+    counted_words,
+    mean_length_words,
+    turn_words,
+)
 from memtrain.trainers.run_folder.report.sample import sample_rows
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
@@ -105,6 +109,8 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
         tiles.append((REWARD, *_value_and_remark(words)))
     if words := mean_length_words(figures.lengths):
         tiles.append(("completion length", *_value_and_remark(words)))
+    if words := turn_words(figures.turns):
+        tiles.append(("turns", *_value_and_remark(words)))
     if words := eval_words(figures):
         tiles.append((eval_name(figures), *_value_and_remark(words)))
     more = (*pair_rows(report.evals), *set_rows(report.evals, sets_of(report.plan)))
@@ -114,8 +120,8 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
         tiles.append(("tokens/s", f"{figures.tokens_per_s:,.0f}", counted))
     if report.host is not None:
         on_gpu = report.plan is not None and report.plan.settings.device == "cuda"
-        of = "the GPU waiting" if on_gpu else "outside of operators"
-        tiles.append(("host time", f"{report.host.waited:.1%}", f"of step {report.host.step:,}, {of}"))
+        why = "the GPU waits for Python" if on_gpu else "Python, not torch's operators"
+        tiles.append(("host time", f"{report.host.waited:.1%}", f"of step {report.host.step:,}: {why}"))
     predicted = f"{gib(figures.predicted_bytes)} predicted" if figures.predicted_bytes is not None else ""
     measured = gib(figures.measured_bytes) if figures.measured_bytes is not None else "not measured"
     return [*tiles, ("peak memory", measured, predicted)]

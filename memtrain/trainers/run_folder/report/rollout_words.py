@@ -13,6 +13,14 @@ def mean_length_words(lengths: Sequence[float]) -> str:
     return f"{' -> '.join(f'{length:,.1f}' for length in ends)} tokens"
 
 
+def turn_words(turns: Sequence[tuple[float, float]]) -> str:
+    """Mean turns of a completion and the environment's tokens in it, over the run; empty without one."""
+    if not turns:
+        return ""
+    made, read = (sum(values) / len(turns) for values in zip(*turns, strict=True))
+    return f"{made:,.1f} in a completion (and {read:,.1f} tokens of the environment, which are not trained)"
+
+
 def counted_words(tokens: int, loss_tokens: int, lengths: Sequence[float]) -> str:
     """Tokens that the speed is made of, and loss tokens; of rollouts without any, that there were none."""
     of = " of prompts and completions" if lengths else ""

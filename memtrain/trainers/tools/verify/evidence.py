@@ -185,43 +185,43 @@ def traces(planned: Side, ran: Ran, plainly: Ran, work: StepWork) -> dict[str, T
     optimizer = planned.built.optimizer
     form = optimizer.form.name if isinstance(optimizer, MasterWeights) else ""
     found: dict[Evidence, Trace] = {
-        "rows end to end": Trace(ran.flattened == ran.micro_batches, True, "flattened rows"),
-        "rows in one sequence": Trace(pieces > 1, pieces > 1, "a sequence of several rows"),
+        "rows end to end": Trace(ran.flattened == ran.micro_batches, True, "concatenated rows"),
+        "rows in one sequence": Trace(pieces > 1, pieces > 1, "sequences of several rows"),
         "fewer tokens": Trace(
-            ran.forwarded_tokens < plainly.own_tokens, _has_groups(planned), "fewer tokens than apart"
+            ran.forwarded_tokens < plainly.own_tokens, _has_groups(planned), "tokens saved"
         ),
         "several micro-batches": Trace(ran.micro_batches > 1, is_cut, "several micro-batches"),
         # The forward pass over weights from the host has no graph, and is not counted.
         "all layers twice": Trace(
             ran.layer_passes > 1.5 or (settings.weights_offload and ran.layers_again >= 1),
             True,
-            "layers that are computed twice",
+            "recomputed layers",
         ),
-        "some layers twice": Trace(ran.layer_passes > 1, True, "layers that are computed twice"),
+        "some layers twice": Trace(ran.layer_passes > 1, True, "recomputed layers"),
         "layers in parts": Trace(
             ran.layer_passes > 1,
             tokens > settings.slice_tokens * ran.micro_batches,
-            "layers in several parts",
+            "layers in slices",
         ),
-        "bytes that travel": Trace(ran.offloaded_bytes > 0, True, "bytes that travelled"),
-        "weights that travel": Trace(ran.fetched_bytes > 0, True, "weights that travelled"),
+        "bytes that travel": Trace(ran.offloaded_bytes > 0, True, "offloaded bytes"),
+        "weights that travel": Trace(ran.fetched_bytes > 0, True, "weights fetched from the host"),
         "logits in parts": Trace(
             ran.largest_logits_rows < plainly.largest_logits_rows,
             logits_bytes > settings.loss_tile_bytes,
-            "logits in parts",
+            "logits in chunks",
         ),
-        "freed gradients": Trace(ran.gradients_left == 0, True, "gradients that are freed at once"),
-        "bits beside the weights": Trace(form == "split", True, "bits beside the weights"),
-        "weights without copies": Trace(form == "stochastic", True, "weights without copies"),
+        "freed gradients": Trace(ran.gradients_left == 0, True, "gradients freed in the backward pass"),
+        "bits beside the weights": Trace(form == "split", True, "split copies"),
+        "weights without copies": Trace(form == "stochastic", True, "weights without float32 copies"),
         "moments in 8 bits": Trace(
             bool(optimizer.state)
             and all(set(CODES.values()) <= state.keys() for state in optimizer.state.values()),
             True,
-            "moments in 8 bits",
+            "8-bit moments",
         ),
-        "log-probs in the feed": Trace(_is_precomputed(planned), True, "log-probs in the feed"),
+        "log-probs in the feed": Trace(_is_precomputed(planned), True, "precomputed log-probs"),
         "policy as reference": Trace(
-            planned.built.reference is planned.built.scorer, True, "the policy as reference"
+            planned.built.reference is planned.built.scorer, True, "passes with the adapter switched off"
         ),
     }
     return {one.name: found[one.evidence] for one in used_in(settings) if one.evidence is not None}

@@ -213,7 +213,7 @@ def _worst(name: str, steps: Sequence[Mapping[str, Difference]]) -> Check:
 def _contamination(pair: Pair, work: StepWork) -> Check:
     seen = probe_contamination(pair.planned, pair.plain, np.concatenate(work.micro_batches))
     if seen is None:
-        return _not_run("contamination", "a step has but one row")
+        return _not_run("contamination", "a step has only one row")
     fine = f"{seen.num_rows} of {seen.rows_together} rows were changed, one by one: no other row changed"
     return _check("contamination", not seen.fault, seen.others_moved, seen.limit, "", seen.fault or fine)
 

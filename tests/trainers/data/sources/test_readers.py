@@ -124,8 +124,14 @@ def test_json_lists_one_after_another_lose_no_row(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('\n[{"text": "a"}]\n[{"text": "b"},\n {"text": "c"}] {"text": "d"}')
     assert list(read_file(path)) == [
-        (n, {"text": text}) for n, text in [(2, "a"), (3, "b"), (4, "c"), (4, "d")]
+        (n, {"text": text}) for n, text in [(2, "a"), (3, "b"), (4, "c"), (5, "d")]
     ]
+
+
+def test_rows_of_a_list_on_one_line_have_places_of_their_own(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "a"}, 7, {"text": "c"}]))
+    assert [number for number, _ in read_file(path)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("suffix", PACKERS)

@@ -203,6 +203,15 @@ def test_the_first_row_is_kept_as_text_with_its_trained_part(tmp_path):
     assert "Trained: completions only" in data.words()[0]
 
 
+def test_a_chat_template_that_rows_of_strings_do_not_use_is_named(tmp_path):
+    strings = {"prompt": "1 + 1?", "completion": "2"}
+    data = prepare(recipe_of(tmp_path, train=jsonl(tmp_path / "d.jsonl", [strings])))
+    note = "Rows are strings: the chat template is not used (it is for rows of messages)."
+    assert note in data.words()
+    text = prepare(recipe_of(tmp_path, train=jsonl(tmp_path / "t.jsonl", [{"text": "1 + 1?"}])))
+    assert note not in text.words()
+
+
 def test_one_source_is_no_mixture(tmp_path):
     assert (
         prepare(recipe_of(tmp_path, train=jsonl(tmp_path / "d.jsonl", [{"text": "a b"}]))).train.sources == ()

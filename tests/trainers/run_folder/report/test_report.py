@@ -30,12 +30,12 @@ from memtrain.trainers.run_folder.report.report import (
     load_report,
     lost_words,
     phases_of,
-    save_words,
     source_words,
     summary,
 )
 from memtrain.trainers.run_folder.report.report_html import write_report
 from memtrain.trainers.run_folder.report.sample import sample_rows
+from memtrain.trainers.run_folder.report.time_words import save_words
 
 MakePlan = Callable[..., Plan]
 GIB = 2**30
@@ -236,7 +236,7 @@ def test_a_run_that_is_judged_tells_its_rewards_in_place_of_minus_a_loss(tmp_pat
     page = write_report(folder).read_text()
     for title in ("Reward", "Length of completions", "KL to the reference", "Entropy", "Loss"):
         assert f"<h3>{title}</h3>" in page
-    for group in ("KL and policy", "Lengths", "Optimization and speed"):
+    for group in ("KL and entropy", "Lengths", "Optimization and speed"):
         assert f'<h3 class="group">{group}</h3>' in page
     assert "held-out loss" not in page
 

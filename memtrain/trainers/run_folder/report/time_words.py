@@ -1,0 +1,25 @@
+"""Words about time beside the steps' own work: Python's share, and saving; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memtrain.trainers.protocols.events import HostEvent, SaveEvent
+
+
+def host_words(host: HostEvent | None, *, is_on_gpu: bool) -> str:
+    """The host's share of the step that was looked at; empty where none was."""
+    if host is None:
+        return ""
+    share = f"{host.waited:.1%}".replace("%", " %")
+    if is_on_gpu:
+        return f"{share} of step {host.step:,}: the GPU waits for Python"
+    return f"{share} of step {host.step:,} is Python, not torch's operators"
+
+
+def save_words(saves: Sequence[SaveEvent]) -> str:
+    """Number of checkpoints that were written, and the time that the steps waited for them."""
+    held_s = sum(one.seconds if one.held_s is None else one.held_s for one in saves)
+    waited_s = sum(one.waited_s for one in saves)
+    words = f"{len(saves):,} written, steps waited {held_s:.1f} s"
+    return words + (f", {waited_s:.1f} s of it for one still being written" if waited_s >= 0.1 else "")
