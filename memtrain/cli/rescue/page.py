@@ -34,9 +34,15 @@ def page(found: Rescue) -> str:
         own=() if found.own is None else key_lines(found.own),
         own_words="" if found.own is None else way_words(found.own, found),
         planned=_planned(found),
-        recipe_text=found.recipe_text if found.plan is not None else "",
+        recipe_text=_shown(found.recipe_text) if found.plan is not None else "",
         lost=found.lost,
     )
+
+
+def _shown(recipe_text: str) -> str:
+    """The recipe without the schema's place, which is of this machine."""
+    lines = recipe_text.splitlines(keepends=True)
+    return "".join(line for line in lines if "yaml-language-server" not in line)
 
 
 def _memory(found: Rescue) -> Figure:

@@ -99,6 +99,8 @@ def test_the_answer_is_one_page_and_one_json(axolotl: str):
     html = page(found)
     assert html.startswith("<!doctype html>")
     assert "micro_batch_size: 1" in html
+    assert "$schema=" in found.recipe_text
+    assert "$schema=" not in html
     assert "http" not in html.replace("https://", "", 0).split("<pre>")[0]
 
 
