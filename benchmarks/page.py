@@ -533,7 +533,8 @@ SECTIONS = (
         "bare_loop",
         "Processor time of a step over that of a loop written by hand in plain PyTorch (padded rows, sdpa, "
         "whole logits, fused AdamW): the limit. The mean has the steps in which tensors are counted and the "
-        "one that is profiled; the first step is left out.",
+        "one that is profiled; the first step is left out. Lengths have a long tail, and the loop pads; the "
+        "machine was loaded, so a difference of some percent between rows is noise.",
         bare_loop,
     ),
     Section(
