@@ -3,7 +3,7 @@
     python benchmarks/bare_loop.py [--models 0.9M 25M] [--steps 40] [--repeats 3]
 
 The bare loop is what one writes by hand, and nothing else: padded rows, sdpa, transformers' own loss
-over all logits of a row, fused AdamW, a clipped norm; no file is written and nothing is told. memtrain
+over all logits of a row, fused AdamW, a clipped norm; no file is written and nothing is reported. memtrain
 runs as its plan chooses, with its meter of memory as it is by default, and without it. The sides take
 turns in processes of their own, one thread each, float32, the same weights and rows (made-up word
 problems). `mean`: processor time from the end of the first step to that of the last, over the steps
@@ -139,8 +139,8 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as name:
         found = [compare(size, asked.steps, asked.repeats, Path(name)) for size in asked.models]
-    told = {"models": found, "environment": environment(), "versions": versions("memtrain")}
-    write_result(asked.output, told)
+    reported = {"models": found, "environment": environment(), "versions": versions("memtrain")}
+    write_result(asked.output, reported)
     return 0
 
 

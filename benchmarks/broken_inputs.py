@@ -7,7 +7,7 @@ Every recipe is read as the command line reads it. Every eighth is a shipped one
 keys, and is planned, without its data.
 Every model folder (truncated, mislabelled, with impossible configurations and hostile templates) is trained
 for a step by `memtrain sft`, in a fork of this process. Counted are exit codes, tracebacks, errors without a
-place or a cure, and hangs; the first of each kind is told with its seed, which makes it again. The file holds
+place or a cure, and hangs; the first of each kind is reported with its seed, to make it again. The file holds
 what was tried so far, of one commit: the same command goes on.
 """
 
@@ -68,7 +68,7 @@ cluster: {device: cpu, processes: 1, threads: 1}
 
 
 STOPPED: list[int] = []
-"""Signals that asked to stop: what was tried up to there is told."""
+"""Signals that asked to stop: what was tried up to there is reported."""
 
 
 class Hang(BaseException):
@@ -279,10 +279,10 @@ def write(output: Path, found: dict[str, Any]) -> None:
 
 def commit() -> str:
     """The commit that was tried."""
-    told = subprocess.run(
+    reported = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return told.stdout.strip()
+    return reported.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def main() -> None:
             for which, lengths in LONG.items()
             for is_checkpointed in (False, True)
         }
-    told = {
+    reported = {
         "what": "context parallelism on gloo processes against one process",
         "device": f"CPU, {platform.machine()}, one thread a process",
         "command": "python benchmarks/context_parallel.py -o FILE",
@@ -93,10 +93,10 @@ def main() -> None:
         "largest_difference": differences,
         "peak_mib_of_a_row_of_4096_tokens": peaks,
     }
-    print(json.dumps(told, indent=1))
+    print(json.dumps(reported, indent=1))
     if asked.output:
         asked.output.parent.mkdir(parents=True, exist_ok=True)
-        write_result(asked.output, told)
+        write_result(asked.output, reported)
 
 
 def commit() -> str:

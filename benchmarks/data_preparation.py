@@ -100,9 +100,9 @@ def apart(python: str, side: str, folder: Path) -> dict[str, float]:
         command = [python, __file__, "--side", side, str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
         assert done.returncode == 0, done.stderr[-3000:]
-        told = json.loads(done.stdout.strip().splitlines()[-1])
+        reported = json.loads(done.stdout.strip().splitlines()[-1])
         size = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
-        return told | {"cache_bytes": float(size)}
+        return reported | {"cache_bytes": float(size)}
 
 
 def measured(prepare: Callable[[], tuple[int, int]]) -> dict[str, float]:

@@ -434,8 +434,10 @@ def ruled() -> dict[str, object]:
         for one in found
     ]
     where = as_json("rules", [], len(matrix.made), round(time.time() - started))
-    told = {key: where[key] for key in ("device", "commit", "date", "versions", "distinct_plans", "seconds")}
-    return {"command": "python benchmarks/exactness.py --rules", **told, "cells": cells}
+    reported = {
+        key: where[key] for key in ("device", "commit", "date", "versions", "distinct_plans", "seconds")
+    }
+    return {"command": "python benchmarks/exactness.py --rules", **reported, "cells": cells}
 
 
 def as_json(method: str, found: list[dict], num_made: int, seconds: int) -> dict[str, object]:

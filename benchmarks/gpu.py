@@ -111,12 +111,12 @@ def device_words(*, stand_in: bool) -> str:
 def commit() -> str:
     """Of the tree; empty where there is no git."""
     try:
-        told = subprocess.run(
+        reported = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
         )
     except OSError:
         return ""
-    return told.stdout.strip()
+    return reported.stdout.strip()
 
 
 def today() -> str:

@@ -62,15 +62,15 @@ def begin(recipe: Path, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def lines_of(folder: Path) -> list[tuple[Any, ...]]:
-    """What must not move of every step and evaluation, in the order in which it was told."""
+    """What must not move of every step and evaluation, in the order in which it was reported."""
     path = folder / "metrics.jsonl"
     whole = (
         [text for text in path.read_text().splitlines(True) if text.endswith("\n")] if path.exists() else []
     )
-    told = [json.loads(text) for text in whole]
+    reported = [json.loads(text) for text in whole]
     return [
         (line["kind"], *(json.dumps(line.get(name)) for name in SAME))
-        for line in told
+        for line in reported
         if line["kind"] in ("step", "eval")
     ]
 
@@ -154,7 +154,7 @@ def main() -> None:
                 kills.append(killed)
                 print(json.dumps(killed), flush=True)
         end(recipe, folders[-1])
-        told = {
+        reported = {
             "environment": environment(),
             "overrides": OVERRIDES,
             "settings": memory_settings(whole),
@@ -163,9 +163,9 @@ def main() -> None:
             "kills": kills,
             "runs": [compared(folder, whole) for folder in [Path(name) / "again", *folders]],
         }
-    write_result(asked.out, told)
-    print(json.dumps(told["runs"], indent=1))
-    if any(run["lines_that_differ"] or not run["final_weights_are_equal"] for run in told["runs"]):
+    write_result(asked.out, reported)
+    print(json.dumps(reported["runs"], indent=1))
+    if any(run["lines_that_differ"] or not run["final_weights_are_equal"] for run in reported["runs"]):
         raise SystemExit("not the same")
 
 

@@ -76,10 +76,10 @@ def found_in(run: Path) -> dict[str, Any]:
 def differences(run: Path, whole: Path) -> list[str]:
     """What is not the same, in words."""
     mine, other = found_in(run), found_in(whole)
-    told = [name for name in mine if name != "names" and mine[name] != other[name]]
+    reported = [name for name in mine if name != "names" and mine[name] != other[name]]
     left = sorted(set(mine["names"]) - set(other["names"]))
     lost = sorted(set(other["names"]) - set(mine["names"]))
-    return told + [f"left: {name}" for name in left] + [f"lost: {name}" for name in lost]
+    return reported + [f"left: {name}" for name in left] + [f"lost: {name}" for name in lost]
 
 
 def unfinished_in(run: Path) -> set[str]:
@@ -128,25 +128,25 @@ def next_cell(runs: list[dict[str, Any]], cells: list[tuple[str, str]]) -> tuple
     return min(cells, key=lambda cell: made[cell])
 
 
-def summed(told: dict[str, Any]) -> None:
+def summed(reported: dict[str, Any]) -> None:
     """Count what was done."""
-    runs = told["runs"]
+    runs = reported["runs"]
     made = [moment for run in runs for moment, _ in run["kills"]]
-    told["kills"] = len(made)
-    told["runs_that_differ"] = sum(bool(run["differs"]) or run["ended"] != "done" for run in runs)
-    told["kills_by_moment"] = dict(sorted(Counter(made).items()))
-    told["kills_during_the_final_save"] = sum(one in moments.FINAL for one in made)
+    reported["kills"] = len(made)
+    reported["runs_that_differ"] = sum(bool(run["differs"]) or run["ended"] != "done" for run in runs)
+    reported["kills_by_moment"] = dict(sorted(Counter(made).items()))
+    reported["kills_during_the_final_save"] = sum(one in moments.FINAL for one in made)
     for name in ("method", "engine"):
         counts = Counter(run[name] for run in runs for _ in run["kills"])
-        told[f"kills_by_{name}"] = dict(sorted(counts.items()))
+        reported[f"kills_by_{name}"] = dict(sorted(counts.items()))
 
 
 def joined(files: list[Path]) -> dict[str, Any]:
     """What several calls found, with the words of each."""
     parts = [json.loads(file.read_text()) for file in files]
-    told: dict[str, Any] = {"runs": [run for part in parts for run in part["runs"]]}
-    summed(told)
-    return told | {
+    reported: dict[str, Any] = {"runs": [run for part in parts for run in part["runs"]]}
+    summed(reported)
+    return reported | {
         "cpu_s": sum(part["cpu_s"] for part in parts),
         "about": [one for part in parts for one in part["about"]],
     }
@@ -173,17 +173,17 @@ def main() -> None:
     if asked.join:
         write_result(asked.output, joined(asked.join))
         return
-    told: dict[str, Any] = json.loads(asked.output.read_text()) if asked.output.exists() else {"runs": []}
+    reported: dict[str, Any] = json.loads(asked.output.read_text()) if asked.output.exists() else {"runs": []}
     warm.warm_up()
     moments.adopt_orphans()
     said = [f"--kills {asked.kills}", f"--seed {asked.seed}", *(f"--set {one}" for one in asked.set)]
     mine = about()["about"] | {"command": " ".join(["python benchmarks/kill_ranks.py", *said])}
-    before = told.get("about", [])
-    told["about"] = [one for one in ([before] if isinstance(before, dict) else before) if one != mine] + [
+    before = reported.get("about", [])
+    reported["about"] = [one for one in ([before] if isinstance(before, dict) else before) if one != mine] + [
         mine
     ]
-    cpu_before_s = told.get("cpu_s", 0)
-    draws = random.Random(f"{asked.seed} {len(told['runs'])}")
+    cpu_before_s = reported.get("cpu_s", 0)
+    draws = random.Random(f"{asked.seed} {len(reported['runs'])}")
     taken: dict[Path, float | None] = {}
     cells = [(one, other) for one in asked.only.split(",") for other in asked.engines.split(",")]
     draws.shuffle(cells)
@@ -192,10 +192,10 @@ def main() -> None:
         (folder / TEMPORARY).mkdir()
         os.environ |= {"MEMTRAIN_CACHE": str(folder / CACHE), "TMPDIR": str(folder / TEMPORARY)}
         tempfile.tempdir = str(folder / TEMPORARY)
-        while cells and len([1 for run in told["runs"] for _ in run["kills"]]) < asked.kills:
+        while cells and len([1 for run in reported["runs"] for _ in run["kills"]]) < asked.kills:
             if cpu_s() > 60 * asked.minutes:
                 break
-            method, engine = next_cell(told["runs"], cells)
+            method, engine = next_cell(reported["runs"], cells)
             num_ranks = draws.choice((1, 2, 2, 3)) if engine == "ddp" else 2
             recipe = warm.write_recipe(folder, method)
             overrides = [*warm.asked_for(engine, num_ranks), *SMALL]
@@ -212,14 +212,14 @@ def main() -> None:
             words = warm.words(recipe, method, run, [*overrides, *asked.set])
             case: dict[str, Any] = {"method": method, "engine": engine, "ranks": num_ranks}
             disturbed(case, words, draws, run, whole, taken_s)
-            told["runs"].append(case)
-            summed(told)
-            told["cpu_s"] = round(cpu_before_s + cpu_s())
-            write_result(asked.output, told)
+            reported["runs"].append(case)
+            summed(reported)
+            reported["cpu_s"] = round(cpu_before_s + cpu_s())
+            write_result(asked.output, reported)
             print(json.dumps(case), flush=True)
             if (case["differs"] or case["ended"] != "done") and (keep := os.environ.get("KEEP")):
-                shutil.copytree(run, Path(keep) / str(len(told["runs"])), dirs_exist_ok=True)
-    if told["runs_that_differ"]:
+                shutil.copytree(run, Path(keep) / str(len(reported["runs"])), dirs_exist_ok=True)
+    if reported["runs_that_differ"]:
         raise SystemExit("not the same")
 
 

@@ -99,9 +99,14 @@ def answer(row: Row) -> dict[str, Any]:
     batch = HeaviestBatch(1, tokens, tokens, tokens)
     prediction = Prediction.model_validate_json(json.dumps(plan["prediction"]))
     owners = host_bytes(settings, shape_for(config), batch, 1, prediction)
-    told = {"name": row.name, "memory": row.memory, "tokens": tokens, "tokens_per_s": plan["tokens_per_s"]}
-    told |= {"slice_tokens": settings.slice_tokens, "weights_offload": settings.weights_offload}
-    return told | {"host_GiB": round(sum(owners.get(name, 0) for name in WAITING) / 2**30, 1)}
+    reported = {
+        "name": row.name,
+        "memory": row.memory,
+        "tokens": tokens,
+        "tokens_per_s": plan["tokens_per_s"],
+    }
+    reported |= {"slice_tokens": settings.slice_tokens, "weights_offload": settings.weights_offload}
+    return reported | {"host_GiB": round(sum(owners.get(name, 0) for name in WAITING) / 2**30, 1)}
 
 
 def asked_of(words: list[str]) -> dict[str, Any]:

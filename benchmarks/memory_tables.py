@@ -125,10 +125,10 @@ def tables(made: dict[str, Any]) -> str:
     groups = [(name, some) for name, some in groups if some]
     for name, some in [*groups, ("all", rows)]:
         real = [abs(error_of(one)) for one in some]
-        told = [abs(one["arithmetic_error"]) for one in some]
+        reported = [abs(one["arithmetic_error"]) for one in some]
         lines.append(
             f"| {name} | {len(some)} | {statistics.median(real):.3%}, {max(real):.2%} "
-            f"| {statistics.mean(told):.1%}, {max(told):.1%} |"
+            f"| {statistics.mean(reported):.1%}, {max(reported):.1%} |"
         )
     lines += [
         "| `max_memory_allocated` and reserved on a GPU | | not measured | not measured |",

@@ -115,7 +115,7 @@ def run_memtrain(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipe_of(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The recipe of a job: what TRL is told too, and else what the plan chooses."""
+    """The recipe of a job: what TRL is reported too, and else what the plan chooses."""
     method = job["method"]
     own: dict[str, Any] = {}
     if method in ONLINE:

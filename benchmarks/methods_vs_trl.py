@@ -77,11 +77,11 @@ def main() -> None:
             save_scorer(folder / size, folder / f"{size}-score")
             for case in asked.methods:
                 jobs = [job_of(case, size, folder, seed, asked.real) for seed in range(asked.repeats)]
-                told = {"case": case, "model": size} | compare(jobs, pythons, folder)
-                told["rows"] = "GSM8K" if asked.real and case in REAL else "made up"
-                told |= {"environment": environment(), "versions": run_versions(folder)}
-                print(json.dumps(told), flush=True)
-                keep(asked.output, told)
+                reported = {"case": case, "model": size} | compare(jobs, pythons, folder)
+                reported["rows"] = "GSM8K" if asked.real and case in REAL else "made up"
+                reported |= {"environment": environment(), "versions": run_versions(folder)}
+                print(json.dumps(reported), flush=True)
+                keep(asked.output, reported)
 
 
 def job_of(case: str, size: str, folder: Path, seed: int, real: Path | None) -> dict[str, Any]:
@@ -168,19 +168,19 @@ def compare(jobs: list[dict[str, Any]], pythons: dict[str, str], folder: Path) -
         "whole_s": lambda run: run["whole_s"],
         "peak_mib": lambda run: run["rss_growth_bytes"] / 2**20,
     }
-    told: dict[str, Any] = {key: jobs[0][key] for key in ("steps", "batch_size", "fixed")}
+    reported: dict[str, Any] = {key: jobs[0][key] for key in ("steps", "batch_size", "fixed")}
     for side in sides:
-        told[side] = {
+        reported[side] = {
             name: round(statistics.median(map(figure, runs[side])), 4) for name, figure in figures.items()
         }
         tokens = statistics.median(
             job["tokens"] + run["completion_tokens"] for job, run in zip(jobs, runs[side], strict=True)
         )
-        told[side]["tokens_per_s"] = round(tokens / jobs[0]["steps"] / told[side]["step_s"], 1)
-        told[side]["losses"] = runs[side][0]["losses"]
+        reported[side]["tokens_per_s"] = round(tokens / jobs[0]["steps"] / reported[side]["step_s"], 1)
+        reported[side]["losses"] = runs[side][0]["losses"]
     for side, name in zip(TRL_SIDES, ("ratio", "ratio_compacting"), strict=True):
         both = list(zip(runs["memtrain"], runs[side], strict=True))
-        told[name] = {
+        reported[name] = {
             key: [round(figure(theirs) / figure(ours), 3) for ours, theirs in both]
             for key, figure in figures.items()
         }
@@ -188,8 +188,8 @@ def compare(jobs: list[dict[str, Any]], pythons: dict[str, str], folder: Path) -
         both = list(zip(runs["memtrain"], runs["trl"], strict=True))
         for key in ("losses", "grad_norms"):
             name = f"largest_{'loss' if key == 'losses' else 'grad_norm'}_difference"
-            told[name] = max(largest_gap(ours[key], theirs[key]) for ours, theirs in both)
-    return told
+            reported[name] = max(largest_gap(ours[key], theirs[key]) for ours, theirs in both)
+    return reported
 
 
 def step_s(run: dict[str, Any]) -> float:
@@ -220,13 +220,15 @@ def run_side(side: str, python: str, job: dict[str, Any], folder: Path) -> dict[
     return json.loads((mine / "result.json").read_text())
 
 
-def keep(out: Path, told: dict[str, Any]) -> None:
+def keep(out: Path, reported: dict[str, Any]) -> None:
     """Put one row into the results, in the place of the one of the same case and model."""
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = json.loads(out.read_text())["rows"] if out.exists() else []
-    rows = [row for row in rows if (row["case"], row["model"]) != (told["case"], told["model"])] + [told]
+    rows = [row for row in rows if (row["case"], row["model"]) != (reported["case"], reported["model"])] + [
+        reported
+    ]
     rows.sort(key=lambda row: (list(MODELS).index(row["model"]), CASES.index(row["case"])))
-    write_result(out, {"environment": told["environment"], "rows": rows})
+    write_result(out, {"environment": reported["environment"], "rows": rows})
 
 
 if __name__ == "__main__":

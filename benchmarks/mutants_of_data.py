@@ -5,7 +5,7 @@
 A mutant is a number: it decides the method, the format, the container, the packing and the mutations, of
 values (what a row may hold) and of bytes (what a disk or a download may do). Each ends in one of two ways: in
 one DataError with a place, or in tokenized rows for which
- - rows in = rows out + bad rows told; the rows of the file are counted by other code than the readers,
+ - rows in = rows out + bad rows reported; the rows of the file are counted by other code than the readers,
  - the words of every row that nothing changed are in its tokens,
  - every field that was added is in the tokens, in the columns for rewards, or named.
 Anything else is a fault: another exception, more than 60 s, a process that dies. Processes of 100 mutants are
@@ -136,7 +136,7 @@ class Mutant:
     is_whole: bool = True
     """Whether no byte was changed after the rows were written."""
     unread: list[str] = field(default_factory=list)
-    """Names of files beside the data, which have to be told."""
+    """Names of files beside the data, which have to be reported."""
 
 
 def row_of(random: random.Random, form: str, number: int) -> dict[str, Any]:
@@ -501,7 +501,7 @@ def refused(error: DataError) -> tuple[str, str]:
 
 
 def losses(made: Mutant, store: TokenStore, notes: str) -> str:
-    """What went in and neither came out nor was told; empty where nothing is lost."""
+    """What went in and neither came out nor was reported; empty where nothing is lost."""
     meta = store.meta
     given = [rows_in(Path(stream)) for stream in meta.streams]
     if None in given:
@@ -519,8 +519,8 @@ def losses(made: Mutant, store: TokenStore, notes: str) -> str:
         return ""
     for name in made.added:
         is_column = made.form == "prompt" and any(name in store.columns(i) for i in range(store.num_rows))
-        is_told = name.split("\x1b")[0] in notes or is_column or all_bad(made, store)
-        if not is_told and not (name == "system" and is_spoken(made, store)):
+        is_reported = name.split("\x1b")[0] in notes or is_column or all_bad(made, store)
+        if not is_reported and not (name == "system" and is_spoken(made, store)):
             return f"the field {name!r} is in no text and not named: {notes}"
     return missing_words(made, store, notes)
 

@@ -112,7 +112,7 @@ def one_run(work: Path, method: str, seed: int) -> None:
     lines = train(work, name, recipe_of(method, seed, (work / "sft" / "run" / "final").resolve()))
     held_out = [(line["step"], round(line["reward"], 4)) for line in lines if line["kind"] == "eval"]
     steps = [line for line in lines if line["kind"] == "step"]
-    told = {
+    reported = {
         "seed": seed,
         "held_out": held_out,
         "train_reward": [round(line["reward"], 4) for line in steps],
@@ -120,7 +120,7 @@ def one_run(work: Path, method: str, seed: int) -> None:
         "groups_without_signal": [round(line["zero_std_groups"], 3) for line in steps],
         "cpu_seconds": round(time.process_time() - begun, 1),
     }
-    (work / f"{name}.json").write_text(json.dumps(told))
+    (work / f"{name}.json").write_text(json.dumps(reported))
     print(f"{name}: held-out reward {held_out[0][1]:.3f} -> {held_out[-1][1]:.3f}", flush=True)
 
 
@@ -139,7 +139,7 @@ def collect(work: Path, output: Path) -> None:
         method: [json.loads((work / f"{method}-{seed}.json").read_text()) for seed in range(SEEDS)]
         for method in METHODS
     }
-    told = {
+    reported = {
         "what": "held-out reward (share of right answers, one sampled completion each) by optimizer step",
         "device": f"CPU, {platform.machine()}, one thread",
         "command": "python benchmarks/online_rewards.py all --work FOLDER -o FILE",
@@ -150,7 +150,7 @@ def collect(work: Path, output: Path) -> None:
         "methods": found,
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_result(output, told)
+    write_result(output, reported)
 
 
 if __name__ == "__main__":

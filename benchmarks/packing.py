@@ -48,13 +48,13 @@ def main() -> None:
             pythons = {"memtrain": sys.executable} | ({"trl": asked.trl} if asked.trl else {})
             sides = {side: partial(apart, python, side, strategy, rows) for side, python in pythons.items()}
             figures = in_turns(sides, asked.repeats)
-            told: dict[str, Any] = {side: medians(of_side) for side, of_side in figures.items()}
+            reported: dict[str, Any] = {side: medians(of_side) for side, of_side in figures.items()}
             if asked.trl:
-                told["ratio"] = ratios(
+                reported["ratio"] = ratios(
                     *([one["cpu_s"] for one in figures[side]] for side in ("memtrain", "trl"))
                 )
-            result["rows"].setdefault(str(rows), {})[strategy] = told
-            print(rows, strategy, json.dumps(told), flush=True)
+            result["rows"].setdefault(str(rows), {})[strategy] = reported
+            print(rows, strategy, json.dumps(reported), flush=True)
     write("packing", result, asked.output)
 
 

@@ -55,14 +55,14 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
 def start_up(result: Result) -> list[str]:
     """A row for each command."""
     rows: list[list[object]] = []
-    for task, told in result["tasks"].items():
-        ours, theirs = told["memtrain"], told.get("trl")
+    for task, reported in result["tasks"].items():
+        ours, theirs = reported["memtrain"], reported.get("trl")
         rows.append(
             [
                 f"`{task}`",
                 f"{ours['cpu_s']:.2f} s",
                 f"{theirs['cpu_s']:.2f} s" if theirs else "no counterpart",
-                spread(told["ratio"]["cpu_s"]) if theirs else "",
+                spread(reported["ratio"]["cpu_s"]) if theirs else "",
                 f"{ours['wall_s']:.2f} s",
                 f"{theirs['wall_s']:.2f} s" if theirs else "",
             ]
@@ -82,15 +82,15 @@ def packing(result: Result) -> list[str]:
     """A row for each size and strategy."""
     rows: list[list[object]] = []
     for size, strategies in result["rows"].items():
-        for strategy, told in strategies.items():
-            ours, theirs = told["memtrain"], told.get("trl")
+        for strategy, reported in strategies.items():
+            ours, theirs = reported["memtrain"], reported.get("trl")
             rows.append(
                 [
                     f"{int(size):,}",
                     strategy,
                     f"{ours['cpu_s']:.3f} s",
                     f"{theirs['cpu_s']:.3f} s" if theirs else "not measured",
-                    spread(told["ratio"]) if theirs else "",
+                    spread(reported["ratio"]) if theirs else "",
                     f"{ours['fill']:.2%}",
                     f"{theirs['fill']:.2%}" if theirs else "",
                     mib(ours["peak_bytes"]),
@@ -224,12 +224,12 @@ def loss_tokens(result: Result) -> list[str]:
         "calibration": "calibration error",
     }
     rows: list[list[object]] = []
-    for method, told in result["summary"].items():
+    for method, reported in result["summary"].items():
         for key, name in names.items():
-            if key not in told:
+            if key not in reported:
                 continue
-            (before, after), (_, deviation) = told[key]["mean"], told[key]["deviation"]
-            every = ", ".join(f"{value:.3f}" for value in told[key]["after"])
+            (before, after), (_, deviation) = reported[key]["mean"], reported[key]["deviation"]
+            every = ", ".join(f"{value:.3f}" for value in reported[key]["after"])
             rows.append([f"`{method}`", name, f"{before:.3f}", f"{after:.3f} ± {deviation:.3f}", every])
     lines = table(("method", "held-out", "before", "after, mean ± deviation", "after, every seed"), rows)
     return [*lines, "", f"{result['cpu_s'] / 60:.0f} minutes of processor time in all, `sft` included."]
@@ -249,12 +249,12 @@ def context_parallel(result: Result) -> list[str]:
     """A row for each way: peak of a process by their number."""
     peaks = result["peak_mib_of_a_row_of_4096_tokens"]
     counts = [name for name in next(iter(peaks.values())) if name != "weights and gradients"]
-    rows = [(case, *(f"{told[count]:.1f} MiB" for count in counts)) for case, told in peaks.items()]
+    rows = [(case, *(f"{reported[count]:.1f} MiB" for count in counts)) for case, reported in peaks.items()]
     gaps = [
-        told["loss"]
+        reported["loss"]
         for case, by_count in result["largest_difference"].items()
         if "float32" in case
-        for told in by_count.values()
+        for reported in by_count.values()
     ]
     said = f"Losses in float32 are those of one process to {max(gaps):.1e}."
     return [*table(("a row of 4,096 tokens", *counts), rows), "", said]
@@ -273,10 +273,10 @@ def pairs(result: Result) -> list[str]:
     """A row for each share and form."""
     rows: list[list[object]] = []
     for share, forms in result["prompt:answer"].items():
-        for form, told in forms.items():
-            cells = [f"{told['resident_mib']:.0f} MiB", f"{told['step_s']:.2f} s"]
+        for form, reported in forms.items():
+            cells = [f"{reported['resident_mib']:.0f} MiB", f"{reported['step_s']:.2f} s"]
             trl = forms.get("trl")
-            of_trl = f"{told['resident_mib'] / trl['resident_mib']:.2f}" if trl else ""
+            of_trl = f"{reported['resident_mib'] / trl['resident_mib']:.2f}" if trl else ""
             rows.append([share, form, *cells, of_trl])
     return table(("prompt : answer", "form", "memory", "CPU time of a step", "memory over TRL's"), rows)
 
@@ -284,9 +284,9 @@ def pairs(result: Result) -> list[str]:
 def shared_prompts(result: Result) -> list[str]:
     """A row for each share and form."""
     rows = [
-        (share, form, f"{told['tokens']:,}", f"{told['activations_mib']:.1f} MiB", f"{told['seconds']:.2f} s")
+        (share, form, f"{one['tokens']:,}", f"{one['activations_mib']:.1f} MiB", f"{one['seconds']:.2f} s")
         for share, forms in result["prompt:answer"].items()
-        for form, told in forms.items()
+        for form, one in forms.items()
     ]
     return table(("prompt : answer", "form", "tokens", "activations", "CPU time"), rows)
 
@@ -355,9 +355,9 @@ def kernels(result: Result) -> list[str]:
         if name == "decode":
             continue
         was = before.get(name, {}).get("micro_batch")
-        told = "" if was is None else f"{was:,}"
+        reported = "" if was is None else f"{was:,}"
         now = [f"{case[key]:,}" for key in ("micro_batch", "update")]
-        rows.append([name, told, *now, case["commit"]])
+        rows.append([name, reported, *now, case["commit"]])
     lines = table(["case", f"a micro-batch at {before['at']}", "now", "an update", "counted at"], rows)
     decode = result["cases"].get("decode")
     if decode is None:
@@ -411,12 +411,12 @@ def policy_peak(result: Result) -> list[str]:
     rows = [
         (
             k,
-            *(f"{told[form]['peak_mib']:,.0f} MiB" if form in told else "not measured" for form in forms),
-            *(f"{told[form]['cpu_s']:.2f} s" if form in told else "" for form in forms),
-            f"{1 - told['ours']['peak_mib'] / told['duplicated']['peak_mib']:.0%}",
-            _of_trl(told),
+            *(f"{one[form]['peak_mib']:,.0f} MiB" if form in one else "not measured" for form in forms),
+            *(f"{one[form]['cpu_s']:.2f} s" if form in one else "" for form in forms),
+            f"{1 - one['ours']['peak_mib'] / one['duplicated']['peak_mib']:.0%}",
+            _of_trl(one),
         )
-        for k, told in result["completions"].items()
+        for k, one in result["completions"].items()
     ]
     headers = (
         "k",
@@ -434,30 +434,30 @@ def policy_peak(result: Result) -> list[str]:
     return [size, f"{buffer}the last column leaves them out.", "", *table(headers, rows)]
 
 
-def _of_trl(told: Mapping[str, Mapping[str, float]]) -> str:
+def _of_trl(one: Mapping[str, Mapping[str, float]]) -> str:
     """TRL's peak without the buffer, and how many times memtrain's it is."""
-    if "trl" not in told:
+    if "trl" not in one:
         return "not measured"
-    peak = told["trl"]["peak_mib"] - TRL_BUFFER_MIB
-    return f"{peak:,.0f} MiB, {peak / told['ours']['peak_mib']:.1f} times memtrain's"
+    peak = one["trl"]["peak_mib"] - TRL_BUFFER_MIB
+    return f"{peak:,.0f} MiB, {peak / one['ours']['peak_mib']:.1f} times memtrain's"
 
 
 def many_ranks(result: Result) -> list[str]:
     """A row for each cell."""
     rows: list[list[object]] = []
-    for cell, told in result["cells"].items():
-        if "refused" in told:
-            rows.append([cell, "refused", "", "", told["refused"]])
+    for cell, reported in result["cells"].items():
+        if "refused" in reported:
+            rows.append([cell, "refused", "", "", reported["refused"]])
             continue
-        apart = told.get("furthest_from_one_process")
-        peak, predicted = told.get("peak_bytes_of_the_largest_rank"), told.get("predicted_bytes")
+        apart = reported.get("furthest_from_one_process")
+        peak, predicted = reported.get("peak_bytes_of_the_largest_rank"), reported.get("predicted_bytes")
         rows.append(
             [
                 cell,
                 mib(peak) if peak else "not measured",
                 mib(predicted) if predicted else "",
                 f"{apart:.1e}" if apart is not None else "",
-                told.get("resume", ""),
+                reported.get("resume", ""),
             ]
         )
     headers = ("method, engine, ranks", "peak of a rank", "predicted", "from one process", "after a kill")
@@ -468,11 +468,11 @@ def on_a_gpu(result: Result) -> list[str]:
     """The planner's error, then a row a stage; faults stay."""
     plan, trace = result["plan"], result["trace"]
     lines: list[str] = []
-    for name, told in (("planned", plan), ("traced", trace)):
-        if told["count"]:
-            error = f"median {told['median_error']:.1%}, 95th percentile {told['p95_error']:.1%}"
+    for name, reported in (("planned", plan), ("traced", trace)):
+        if reported["count"]:
+            error = f"median {reported['median_error']:.1%}, 95th percentile {reported['p95_error']:.1%}"
             lines.append(
-                f"Peaks {name}, of {told['count']} plans: {error}, worst {told['worst_error']:+.1%}."
+                f"Peaks {name}, of {reported['count']} plans: {error}, worst {reported['worst_error']:+.1%}."
             )
     lines += [f"Plans that were said to fit and did not: {', '.join(plan['false_fits']) or 'none'}.", ""]
     kinds = ("words", "skipped", "refused", "faults")
@@ -486,7 +486,7 @@ def vllm(result: Result) -> list[str]:
     """The figures as they are."""
     return table(
         ("", "found"),
-        [(key.replace("_", " "), f"`{json.dumps(told)}`") for key, told in result["found"].items()],
+        [(key.replace("_", " "), f"`{json.dumps(reported)}`") for key, reported in result["found"].items()],
     )
 
 
@@ -674,22 +674,24 @@ def page(results: Mapping[str, Result]) -> str:
 
 def where(result: Result, section: Section) -> str:
     """Device, date, commit and command of a result; else those of the file's last commit."""
-    told: Result = (
+    reported: Result = (
         result.get("environment")
         or result.get("about")
         or next(
             (value for value in result.values() if isinstance(value, Mapping) and "commit" in value), result
         )
     )
-    if "commit" not in told and "commit" in result:
-        told = result
-    device = told.get("device") or told.get("machine") or "CPU, 2 cores, one thread"
+    if "commit" not in reported and "commit" in result:
+        reported = result
+    device = reported.get("device") or reported.get("machine") or "CPU, 2 cores, one thread"
     committed = last_commit(section.file)
     # A result of a known commit is no younger for a later change of its file.
-    made_at = _git("log", "-1", "--format=%as", str(told["commit"])).strip() if "commit" in told else ""
-    date = str(told.get("date") or told.get("made") or made_at or committed[1])[:10]
-    commit = str(told.get("commit") or committed[0])[:7]
-    command = told.get("command") or section.command
+    made_at = (
+        _git("log", "-1", "--format=%as", str(reported["commit"])).strip() if "commit" in reported else ""
+    )
+    date = str(reported.get("date") or reported.get("made") or made_at or committed[1])[:10]
+    commit = str(reported.get("commit") or committed[0])[:7]
+    command = reported.get("command") or section.command
     if not command and section.file.startswith("waterfall"):
         command = f"{section.says.strip('.').split(',')[0].strip('`')}"
     return f"Measured on {device}, {date}, commit {commit}: `{command}`."

@@ -80,12 +80,12 @@ def main() -> None:
             for share in SHARES:
                 for form in FORMS if repeat % 2 == 0 else reversed(FORMS):
                     found[share][form].append(one_run(form, folder / share.replace(":", "-"), asked.trl))
-    told = {share: summary(forms) for share, forms in found.items()}
-    for share, forms in told.items():
+    reported = {share: summary(forms) for share, forms in found.items()}
+    for share, forms in reported.items():
         for form, figures in forms.items():
             print(f"{share}  {form:24}", *(f"{key} {value}" for key, value in figures.items()), sep="  ")
     if asked.output:
-        write_result(asked.output, about(num_parameters, asked.repeats) | {"prompt:answer": told})
+        write_result(asked.output, about(num_parameters, asked.repeats) | {"prompt:answer": reported})
 
 
 def about(num_parameters: int, repeats: int) -> dict[str, Any]:
@@ -109,16 +109,16 @@ def about(num_parameters: int, repeats: int) -> dict[str, Any]:
 def summary(forms: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
     """Medians over the repetitions, and how far the losses of the forms are from TRL's."""
     theirs = forms["trl"][0]["losses"]
-    told = {}
+    reported = {}
     for form, runs in forms.items():
         gap = max(abs(one - other) for one, other in zip(runs[0]["losses"], theirs, strict=True))
-        told[form] = {
+        reported[form] = {
             "resident_mib": round(statistics.median(run["resident_bytes"] for run in runs) / 2**20, 1),
             "tensors_mib": round(statistics.median(run["tensor_bytes"] for run in runs) / 2**20, 1),
             "step_s": round(statistics.median(s for run in runs for s in run["step_s"]), 3),
             "largest_loss_gap_to_trl": float(f"{gap:.1e}"),
         }
-    return told
+    return reported
 
 
 def save_model(folder: Path) -> int:
@@ -200,7 +200,7 @@ class Meter:
         if self.number == STEPS:
             self.counting.close()
 
-    def told(self, losses: list[float]) -> dict[str, Any]:
+    def reported(self, losses: list[float]) -> dict[str, Any]:
         """Everything that was measured."""
         return {
             "resident_bytes": self.peak,
@@ -246,7 +246,7 @@ def by_memtrain(folder: Path, overrides: list[str]) -> dict[str, Any]:
     if memtrain(["dpo", str(folder / "recipe.yaml"), "--run-dir", str(run), *overrides]):
         raise SystemExit("the run failed")
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return meter.told([line["loss"] for line in lines if line["kind"] == "step"])
+    return meter.reported([line["loss"] for line in lines if line["kind"] == "step"])
 
 
 def by_trl(folder: Path, overrides: list[str]) -> dict[str, Any]:
@@ -293,7 +293,7 @@ def by_trl(folder: Path, overrides: list[str]) -> dict[str, Any]:
         callbacks=[Metered()],
     )
     trainer.train()
-    return meter.told([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    return meter.reported([line["loss"] for line in trainer.state.log_history if "loss" in line])
 
 
 if __name__ == "__main__":

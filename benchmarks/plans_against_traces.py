@@ -110,16 +110,16 @@ def row(model: str, form: dict[str, Any]) -> dict[str, Any] | None:
     _, num_micro_batches = typical_micro_batch(settings, facts)
     batch, passes = heaviest(settings, facts), passes_batch(resolved)
     traced = answer(job_of(recipe, settings, config, batch, accumulates=num_micro_batches > 1, passes=passes))
-    told = max(phase.num_bytes for phase in resolved.prediction.phases if phase.phase in TRACED)
+    reported = max(phase.num_bytes for phase in resolved.prediction.phases if phase.phase in TRACED)
     seen = traced.prediction.peak.num_bytes
     return {
         "model": model,
         "form": form,
         "card": hardware.name,
         "how": settings_words(settings),
-        "arithmetic_bytes": told,
+        "arithmetic_bytes": reported,
         "traced_bytes": seen,
-        "error": told / seen - 1,
+        "error": reported / seen - 1,
         "fits_by_trace": needed(seen, settings) <= hardware.memory_bytes,
         "host_bytes": traced.host_bytes,
         "seconds": round(traced.seconds, 1),

@@ -61,7 +61,7 @@ def main() -> None:
     assert asked.trl is not None, "The other side needs its Python."
     with tempfile.TemporaryDirectory() as name:
         found = {str(count): at(Path(name), count, asked.trl, asked.checkpointing) for count in COUNTS}
-    told = {
+    reported = {
         "what": "GRPO update of one group: MiB of live tensors above the weights, gradients included",
         "device": f"CPU, {platform.machine()}, one thread",
         "command": "python benchmarks/policy_peak.py --trl TRL_PYTHON -o FILE"
@@ -79,7 +79,7 @@ def main() -> None:
     }
     if asked.output:
         asked.output.parent.mkdir(parents=True, exist_ok=True)
-        write_result(asked.output, told)
+        write_result(asked.output, reported)
 
 
 def at(folder: Path, count: int, trl: Path, checkpointing: str) -> dict[str, dict[str, float]]:
@@ -187,7 +187,7 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
             want_stats=False,
         )
     assert float(made["loss"]) < 1, "The update went through."
-    return told(counted.peak_bytes, begun, int(feed.tokens.sum()), built.scorer.parameters())
+    return reported(counted.peak_bytes, begun, int(feed.tokens.sum()), built.scorer.parameters())
 
 
 def of_trl(job: dict[str, Any]) -> dict[str, float]:
@@ -231,10 +231,10 @@ def of_trl(job: dict[str, Any]) -> dict[str, float]:
     with TensorPeak() as counted:
         loss = trainer.compute_loss(model, inputs)
         loss.backward()
-    return told(counted.peak_bytes, begun, count * (len(prompt) + COMPLETION), model.parameters())
+    return reported(counted.peak_bytes, begun, count * (len(prompt) + COMPLETION), model.parameters())
 
 
-def told(peak_bytes: int, begun: float, tokens: int, parameters: Iterable[Any]) -> dict[str, float]:
+def reported(peak_bytes: int, begun: float, tokens: int, parameters: Iterable[Any]) -> dict[str, float]:
     """One figure, with the norm of the gradients: the sides must agree on it."""
     seconds = time.process_time() - begun
     squares = [float(one.grad.double().square().sum()) for one in parameters if one.grad is not None]

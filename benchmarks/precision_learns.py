@@ -249,12 +249,12 @@ def measured(data: Path, steps: int, lr: float, ways: tuple[Way, ...]) -> Iterat
     began, held_out = flat(start), list(batches(target["held out"], 8, seed=2))
     before = loss_of(start, held_out)
     float32: dict[int, Float32] = {}
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     for way in ways:
         model = copy.deepcopy(start).to(way.dtype)
         optimizer = way.make(list(model.parameters()), lr)
         one: dict[str, Any] = {"name": way.name, "bytes_a_weight": way.bytes_a_weight, "after": []}
-        told.append(one)
+        reported.append(one)
         last = min(steps, way.most_steps)
         cpu = time.process_time()
         for step in trained(model, optimizer, batches(target["train"], last, seed=3)):
@@ -272,7 +272,7 @@ def measured(data: Path, steps: int, lr: float, ways: tuple[Way, ...]) -> Iterat
                 "lr": lr,
                 "tokens_a_step": ROWS * LENGTH,
                 "before": round(before, 5),
-                "ways": told,
+                "ways": reported,
             }
             cpu = time.process_time()
 
@@ -301,14 +301,14 @@ def main() -> None:
     torch.set_num_threads(1)
     asks = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(asks, capture_output=True, text=True, check=False)
-    told = {
+    reported = {
         "command": f"python benchmarks/precision_learns.py --steps {asked.steps} --lr {asked.lr:g}",
         "commit": commit.stdout.strip(),
         "device": f"one core of a CPU with AVX-512 BF16, torch {torch.__version__}",
     }
     for found in measured(Path(os.environ["MEMTRAIN_DATA"]), asked.steps, asked.lr, WAYS[: asked.first]):
         print(found["ways"][-1]["name"], found["ways"][-1]["after"][-1], flush=True)
-        write_result(RESULT, told | found)
+        write_result(RESULT, reported | found)
     print(f"wrote {RESULT}")
 
 

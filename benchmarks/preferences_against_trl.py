@@ -52,7 +52,7 @@ def main() -> None:
         folder = Path(name)
         prepare(folder)
         curves = {method: both(method, folder, asked.trl) for method in METHODS}
-    told = {
+    reported = {
         "what": "training loss of every step",
         "device": f"CPU, {platform.machine()}, one thread",
         "command": "python benchmarks/preferences_against_trl.py --trl PYTHON -o FILE",
@@ -66,7 +66,7 @@ def main() -> None:
         print(f"{method:8} largest difference of a step's loss: {curve['largest_difference']:.2e}")
     if asked.output:
         asked.output.parent.mkdir(parents=True, exist_ok=True)
-        write_result(asked.output, told)
+        write_result(asked.output, reported)
 
 
 def prepare(folder: Path) -> None:

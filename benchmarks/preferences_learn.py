@@ -71,7 +71,7 @@ def main() -> None:
     for method, curves in found.items():
         print(method, summary(curves))
     if asked.output:
-        told = {
+        reported = {
             "what": "held-out metrics before, during and after; losses of every step",
             "device": f"CPU, {platform.machine()}, one thread",
             "date": time.strftime("%Y-%m-%d"),
@@ -88,7 +88,7 @@ def main() -> None:
             "methods": found,
         }
         asked.output.parent.mkdir(parents=True, exist_ok=True)
-        write_result(asked.output, told)
+        write_result(asked.output, reported)
 
 
 def commit() -> str:
@@ -129,7 +129,7 @@ def recipe_of(method: str, seed: int, start: Path, data: Path) -> dict[str, Any]
 
 
 def run(folder: Path, name: str, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Losses of the steps, what evaluation told, by step, and the processor time of it all."""
+    """Losses of the steps, what evaluation reported, by step, and the processor time of it all."""
     path = folder / f"{name}.yaml"
     recipe = recipe | {"data": recipe["data"] | {"cache_dir": str(folder / "cache")}}
     path.write_text(json.dumps(recipe))
@@ -154,16 +154,16 @@ def run(folder: Path, name: str, recipe: dict[str, Any]) -> dict[str, Any]:
 def summary(curves: list[dict[str, Any]]) -> dict[str, Any]:
     """First and last of every held-out metric: of each seed, their mean and standard deviation."""
     names = [name for name in curves[0]["held_out"][-1] if name != "step"]
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     for name in names:
         ends = [[round(curve["held_out"][at].get(name, 0.0), 4) for curve in curves] for at in (0, -1)]
-        told[name] = {
+        reported[name] = {
             "before": ends[0],
             "after": ends[1],
             "mean": [round(statistics.mean(end), 4) for end in ends],
             "deviation": [round(statistics.stdev(end), 4) if len(end) > 1 else 0.0 for end in ends],
         }
-    return told
+    return reported
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def one_case(loss: str, beta: float, batch: dict[str, list]) -> dict[str, object
 def main() -> None:
     """Write the file that the command line names."""
     batch = fixed()
-    told = {
+    reported = {
         "versions": {
             "trl": trl.__version__,
             "torch": torch.__version__,
@@ -93,7 +93,7 @@ def main() -> None:
         "batch": batch,
         "cases": [one_case(loss, beta, batch) for loss in ("sigmoid", "ipo") for beta in (0.1, 0.5)],
     }
-    Path(sys.argv[1]).write_text(json.dumps(told, indent=1) + "\n")
+    Path(sys.argv[1]).write_text(json.dumps(reported, indent=1) + "\n")
 
 
 if __name__ == "__main__":

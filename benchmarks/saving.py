@@ -92,7 +92,7 @@ def main() -> None:
             run = Path(place) / f"run-{number}"
             runs.append(run_once(recipe, run, asked.ranks, background=number % 2 == 1))
     curves = [run.pop("curve") for run in runs]
-    told = about() | {
+    reported = about() | {
         "ranks": asked.ranks,
         "same_bits": all(curve == curves[0] for curve in curves),
         "waited_for": summed_up([run for run in runs if not run["background"]]),
@@ -100,10 +100,10 @@ def main() -> None:
         "runs": runs,
     }
     ranks = f" --ranks {asked.ranks}" if asked.ranks > 1 else ""
-    told["about"]["command"] = f"python benchmarks/saving.py --pairs {asked.pairs}{ranks}"
-    told["about"]["load"] = [round(one, 1) for one in os.getloadavg()]
-    write_result(asked.output, told)
-    print(json.dumps({key: value for key, value in told.items() if key != "runs"}, indent=1))
+    reported["about"]["command"] = f"python benchmarks/saving.py --pairs {asked.pairs}{ranks}"
+    reported["about"]["load"] = [round(one, 1) for one in os.getloadavg()]
+    write_result(asked.output, reported)
+    print(json.dumps({key: value for key, value in reported.items() if key != "runs"}, indent=1))
 
 
 if __name__ == "__main__":

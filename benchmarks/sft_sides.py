@@ -116,7 +116,13 @@ def run_trl(job: dict[str, Any]) -> dict[str, Any]:
     from trl import SFTConfig, SFTTrainer
 
     torch.set_num_threads(1)
-    told: dict[str, list[float]] = {"losses": [], "grad_norms": [], "tokens": [], "ended_s": [], "cpu_s": []}
+    reported: dict[str, list[float]] = {
+        "losses": [],
+        "grad_norms": [],
+        "tokens": [],
+        "ended_s": [],
+        "cpu_s": [],
+    }
     step: dict[str, float] = {"loss": 0.0, "tokens": 0}
 
     class Recorded(SFTTrainer):
@@ -130,13 +136,13 @@ def run_trl(job: dict[str, Any]) -> dict[str, Any]:
     class Clock(TrainerCallback):
         def on_log(self, args, state, control, logs, **given):
             if "grad_norm" in logs:  # Before clipping.
-                told["grad_norms"].append(float(logs["grad_norm"]))
+                reported["grad_norms"].append(float(logs["grad_norm"]))
 
         def on_step_end(self, args, state, control, **given):
-            told["ended_s"].append(time.time())
-            told["cpu_s"].append(time.process_time())
-            told["losses"].append(step["loss"])
-            told["tokens"].append(step["tokens"])
+            reported["ended_s"].append(time.time())
+            reported["cpu_s"].append(time.process_time())
+            reported["losses"].append(step["loss"])
+            reported["tokens"].append(step["tokens"])
             step.update(loss=0.0, tokens=0)
 
     config = SFTConfig(
@@ -176,7 +182,7 @@ def run_trl(job: dict[str, Any]) -> dict[str, Any]:
 
     with contextlib.redirect_stdout(io.StringIO()):
         peak = measured(train, count_tensors=job["count_tensors"])
-    return peak | told | built
+    return peak | reported | built
 
 
 def versions(side: str) -> dict[str, str]:

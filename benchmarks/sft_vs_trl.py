@@ -227,9 +227,9 @@ def record(out: Path, pythons: dict[str, str], folder: Path) -> None:
             key: job[key] for key in ("mode", "max_length", "batch_size", "micro_batch_size", "steps", "lr")
         }
         cases[mode] = named | {key: result[key] for key in ("losses", "grad_norms", "sequences")}
-    told = {"command": command(), "versions": result["versions"], "shape": RECORDED, "cases": cases}
+    reported = {"command": command(), "versions": result["versions"], "shape": RECORDED, "cases": cases}
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_result(out, told)
+    write_result(out, reported)
 
 
 def command() -> str:
@@ -284,18 +284,18 @@ def main() -> None:
                     if mode == "bfd":
                         fewer = {"micro_batch_size": 2, "steps": steps // 2}
                         job = whole_epoch(job | fewer, pythons["trl"], folder)
-                    told = {"model": size, "data": source} | compare(job, pythons, folder, asked.repeats)
-                    told |= {"environment": environment(), "versions": run_versions(folder)}
-                    print(json.dumps(told), flush=True)
-                    keep(asked.out, told)
+                    reported = {"model": size, "data": source} | compare(job, pythons, folder, asked.repeats)
+                    reported |= {"environment": environment(), "versions": run_versions(folder)}
+                    print(json.dumps(reported), flush=True)
+                    keep(asked.out, reported)
 
 
-def keep(out: Path, told: dict[str, Any]) -> None:
+def keep(out: Path, reported: dict[str, Any]) -> None:
     """Put one row into the results, in the place of the one of the same model, data and mode."""
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = json.loads(out.read_text())["rows"] if out.exists() else []
     names = ("model", "data", "mode")
-    rows = [row for row in rows if any(row[name] != told[name] for name in names)] + [told]
+    rows = [row for row in rows if any(row[name] != reported[name] for name in names)] + [reported]
     write_result(out, {"rows": rows})
 
 

@@ -64,7 +64,7 @@ def main() -> None:
         for form, figures in forms.items():
             print(f"{share}  {form:12} {figures['activations_mib']:8.1f} MiB {figures['seconds']:7.2f} s")
     if asked.output:
-        told = {
+        reported = {
             "what": "one DPO step of two pairs: forward and backward, float32, no checkpointing",
             "device": f"CPU, {platform.machine()}, one thread",
             "command": "python benchmarks/shared_prompts.py -o FILE",
@@ -74,7 +74,7 @@ def main() -> None:
             "prompt:answer": found,
         }
         asked.output.parent.mkdir(parents=True, exist_ok=True)
-        write_result(asked.output, told)
+        write_result(asked.output, reported)
 
 
 def measured(folder: Path, prompt_share: float) -> dict[str, dict[str, float]]:

@@ -76,18 +76,18 @@ def main() -> None:
                 {side: partial(timed, task, command, folder) for side, command in sides.items()},
                 asked.repeats,
             )
-            told = {side: medians(of_side) | {"all": of_side} for side, of_side in figures.items()}
+            reported = {side: medians(of_side) | {"all": of_side} for side, of_side in figures.items()}
             if len(sides) == 2:
-                told["ratio"] = {
+                reported["ratio"] = {
                     key: ratios([f[key] for f in figures["memtrain"]], [f[key] for f in figures["trl"]])
                     for key in ("wall_s", "cpu_s")
                 }
             if task == "wrong recipe":
-                told["says"] = {
+                reported["says"] = {
                     side: last_lines(run(command, folder=folder)) for side, command in sides.items()
                 }
-            result["tasks"][task] = told
-            print(task, json.dumps(told.get("ratio", told["memtrain"])), flush=True)
+            result["tasks"][task] = reported
+            print(task, json.dumps(reported.get("ratio", reported["memtrain"])), flush=True)
             write("start_up", result, asked.output)
 
 

@@ -122,15 +122,15 @@ def layer_memory(length: int) -> dict[str, float]:
     held = named_owners(found)["steady step.backward.last"]
     load = Workload(settings, shape_of(CONFIG), batch)
     by_design = streamed_backward(load)
-    told = {
+    reported = {
         "resting": sum(held.get(owner, 0) for owner in ("weights", "optimizer", "gradients", "batch")),
         "inputs of the layers": CONFIG["num_hidden_layers"] * layer_boundary(load),
         "rotary tables": positions_and_mask(load),
         ROW: by_design[ROW],
         KEYS: by_design[KEYS],
     }
-    told["one slice, and sums of weights"] = sum(held.values()) - sum(told.values())
-    return {owner: round(size / MIB, 2) for owner, size in {"in all": sum(held.values()), **told}.items()}
+    reported["one slice, and sums of weights"] = sum(held.values()) - sum(reported.values())
+    return {owner: round(size / MIB, 2) for owner, size in {"in all": sum(held.values()), **reported}.items()}
 
 
 def pass_memory(length: int) -> dict[str, dict[str, float]]:
@@ -158,14 +158,14 @@ def pass_memory(length: int) -> dict[str, dict[str, float]]:
     a_layer = 2 * load.a * length * load.shape.kv_width
     rows = 3 * layer_boundary(load) + positions_and_mask(load) + a_layer
     kept = CONFIG["num_hidden_layers"] * a_layer
-    told: dict[str, dict[str, float]] = {}
+    reported: dict[str, dict[str, float]] = {}
     for name, peak, grows in (
         ("scoring", scoring.peak_bytes, rows),
         ("reading a prompt", reading.peak_bytes, rows + kept),
     ):
         parts = {"in all": peak, "grows by design": grows, "rest": peak - grows}
-        told[name] = {part: round(size / MIB, 2) for part, size in parts.items()}
-    return told
+        reported[name] = {part: round(size / MIB, 2) for part, size in parts.items()}
+    return reported
 
 
 def step_seconds(model: Any) -> float:
@@ -212,7 +212,7 @@ HOST_CHARS = (500_000, 3_000_000)
 
 def host_memory() -> dict[str, Any]:
     """Bytes a token of one long row: peaks of its reading and tokenizing, and of laying it out."""
-    told = [
+    reported = [
         json.loads(
             subprocess.run(
                 [sys.executable, __file__, "--host-of", str(chars)], capture_output=True, check=True
@@ -220,13 +220,13 @@ def host_memory() -> dict[str, Any]:
         )
         for chars in HOST_CHARS
     ]
-    few, many = told
+    few, many = reported
     tokens = many["tokens"] - few["tokens"]
     slopes = {
         stage: round((many[stage] - few[stage]) / tokens, 1)
         for stage in ("reading", "laying out", "micro-batch")
     }
-    return {"rows": told, "bytes a token": slopes}
+    return {"rows": reported, "bytes a token": slopes}
 
 
 def host_of(chars: int) -> dict[str, int]:

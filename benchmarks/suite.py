@@ -118,12 +118,12 @@ def answered(question: Question, out: Path, env: Path | None, *, again: bool) ->
     log = out / f"{question.name}.log"
     quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("w") as errors:
-        told = beside.open("w") if question.is_stdout else errors
+        reported = beside.open("w") if question.is_stdout else errors
         try:
             done = subprocess.run(
                 command,
                 cwd=HERE,
-                stdout=told,
+                stdout=reported,
                 stderr=errors,
                 timeout=LIMIT_S,
                 check=False,
@@ -133,8 +133,8 @@ def answered(question: Question, out: Path, env: Path | None, *, again: bool) ->
             print(f"{question.name}: not done after {LIMIT_S} s")
             return False
         finally:
-            if told is not errors:
-                told.close()
+            if reported is not errors:
+                reported.close()
     if done.returncode or not _is_json(beside):
         said = log.read_text().strip().splitlines() or [f"exit code {done.returncode}"]
         print(f"{question.name}: failed: {said[-1]}", flush=True)
@@ -148,8 +148,8 @@ def answered(question: Question, out: Path, env: Path | None, *, again: bool) ->
 
 def stamped(result: Path, command: str) -> None:
     """Add device, date and commit to a result that was printed without."""
-    told = json.loads(result.read_text())
-    write_result(result, told | {"where": where(command)})
+    reported = json.loads(result.read_text())
+    write_result(result, reported | {"where": where(command)})
 
 
 def _words(question: Question, out: Path, env: Path | None) -> list[str]:

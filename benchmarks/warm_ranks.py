@@ -161,14 +161,14 @@ def _fork(run: Path, number: int, num_ranks: int, port: int, prepare: Callable[[
             os.environ.update({key: str(value) for key, value in given.items()})
             os.environ["MASTER_ADDR"] = "127.0.0.1"
         sys.argv = ["worker", str(run / "plan.json")]
-        tell = worker._told
+        tell = worker._report_fault
 
-        def told(folder: RunFolder, rank: int, error: Exception) -> int:
+        def reported(folder: RunFolder, rank: int, error: Exception) -> int:
             traceback.print_exception(error)
             return tell(folder, rank, error)
 
         # Under a launcher a rank leaves its error in the run folder; here it stands in its output too.
-        worker._told = told
+        worker._report_fault = reported
         if prepare is not None:
             prepare(number)
         code = worker.main()
@@ -200,8 +200,8 @@ def wait(ranks: Sequence[Rank], timeout_s: float = TIMEOUT_S) -> list[int]:
 def lines(run: Path, kind: str) -> list[dict[str, Any]]:
     """Lines of one kind of a run's metrics, whole ones."""
     path = run / "metrics.jsonl"
-    told = path.read_text().splitlines(keepends=True) if path.exists() else []
-    found = [json.loads(line) for line in told if line.endswith("\n")]
+    reported = path.read_text().splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line) for line in reported if line.endswith("\n")]
     return [line for line in found if line["kind"] == kind]
 
 

@@ -151,7 +151,7 @@ class Bench:
         return str(path), [self._on_stand_in(word) for word in overrides]
 
     def _on_stand_in(self, word: str) -> str:
-        """The override; lengths of a stand-in are told apart by their key."""
+        """The override; lengths of a stand-in are distinguished by their key."""
         key, _, value = word.partition("=")
         if self.stand_in and key in ("memory.slice_tokens", "generate.max_tokens"):
             return f"{key}={self.tokens(int(value))}"

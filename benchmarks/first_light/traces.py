@@ -45,10 +45,10 @@ class Tracers:
 
         try:
             made = traced(TraceJob.model_validate_json(path.read_text()), timeout_s=LIMIT_S, cache=self.cache)
-            told = {"traced_bytes": peak_of_steps(made.prediction), "seconds": made.seconds}
+            reported = {"traced_bytes": peak_of_steps(made.prediction), "seconds": made.seconds}
         except LaunchError as error:
-            told = {"fault": error.faults[0].what}
+            reported = {"fault": error.faults[0].what}
         except Exception as error:  # A trace that hangs is given up; the ladder goes on.
-            told = {"fault": f"{type(error).__name__}: {error}"}
+            reported = {"fault": f"{type(error).__name__}: {error}"}
         with self.lock:
-            results.append(self.out, {"trace_of": stage, **told})
+            results.append(self.out, {"trace_of": stage, **reported})

@@ -65,9 +65,9 @@ def test_the_notebook_runs_from_top_to_bottom(
         main(["chat", str(run.folder.path), "-p", "How many?", "--temperature", "0", "--max-tokens", "8"])
         == 0
     )
-    told = capsys.readouterr().out
-    assert "The run's rows were strings: each text is continued as it stands" in told
-    assert len(told.splitlines()) > 1
+    reported = capsys.readouterr().out
+    assert "The run's rows were strings: each text is continued as it stands" in reported
+    assert len(reported.splitlines()) > 1
 
 
 @pytest.mark.slow

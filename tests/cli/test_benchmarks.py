@@ -59,8 +59,8 @@ def test_what_is_answered_is_not_asked_again(script: Any, tmp_path: Path, capsys
     suite = script("suite")
     prints = suite.Question("prints", ("-c", "print('{\"a\": 1}')", "bench", "my.yaml"), is_stdout=True)
     assert suite.answered(prints, tmp_path, None, again=False)
-    told = json.loads((tmp_path / "prints.json").read_text())
-    assert (told["a"], told["where"]["command"]) == (1, "memtrain bench my.yaml")
+    reported = json.loads((tmp_path / "prints.json").read_text())
+    assert (reported["a"], reported["where"]["command"]) == (1, "memtrain bench my.yaml")
     assert suite.answered(prints, tmp_path, None, again=False)
     assert "there already" in capsys.readouterr().out
     fails = suite.Question("fails", ("-c", "raise SystemExit(3)"), is_stdout=True)
@@ -109,8 +109,11 @@ def test_a_footer_has_the_date_of_its_own_commit(script: Any, monkeypatch: pytes
     """A later change of the file, here unknown, makes no figure younger."""
     page = script("page")
     monkeypatch.setattr(page, "_git", lambda *words: "2026-01-02\n" if words[-1] == "abc1234" else "")
-    told = {"environment": {"commit": "abc1234", "device": "CPU", "command": "python x.py"}}
-    assert page.where(told, page.SECTIONS[0]) == "Measured on CPU, 2026-01-02, commit abc1234: `python x.py`."
+    reported = {"environment": {"commit": "abc1234", "device": "CPU", "command": "python x.py"}}
+    assert (
+        page.where(reported, page.SECTIONS[0])
+        == "Measured on CPU, 2026-01-02, commit abc1234: `python x.py`."
+    )
 
 
 def test_made_up_completions_depend_on_the_prompt_and_their_number_only(script: Any):
@@ -131,7 +134,7 @@ def test_our_side_of_the_comparison_learns_from_completions_that_are_made_up(
     monkeypatch.setattr(training_step, "update", training_step.update)
     monkeypatch.setattr(online.OnlineSteps, "written", online.OnlineSteps.written)
     job = methods.job_of("grpo, same completions", "0.9M", tmp_path, 0, None)
-    told = sides.run_memtrain(job | {"model": "builtin:tiny", "steps": 1, "folder": str(tmp_path)})
-    assert len(told["losses"]) == len(told["cpu_s"]) == 1
+    reported = sides.run_memtrain(job | {"model": "builtin:tiny", "steps": 1, "folder": str(tmp_path)})
+    assert len(reported["losses"]) == len(reported["cpu_s"]) == 1
     most = job["batch_size"] * job["max_tokens"]
-    assert most / 2 <= told["completion_tokens"] <= most
+    assert most / 2 <= reported["completion_tokens"] <= most

@@ -42,10 +42,10 @@ def test_a_valid_recipe_is_shown_with_where_each_key_was_said(capsys: pytest.Cap
 
 def test_all_shows_the_defaults_too(capsys: pytest.CaptureFixture[str]):
     assert main(["check", "my.yaml", "--all"]) == 0
-    told = capsys.readouterr().out
-    assert "memory.loss_chunk_size " in told
-    assert told.count(" default\n") > 50
-    assert "default\n" in told
+    reported = capsys.readouterr().out
+    assert "memory.loss_chunk_size " in reported
+    assert reported.count(" default\n") > 50
+    assert "default\n" in reported
 
 
 def test_a_wrong_recipe_ends_with_2_and_every_fault_on_stderr(
@@ -82,15 +82,15 @@ def test_faults_of_model_data_and_packages_come_together(
         "log: {trackers: [wandb]}\n"
     )
     assert main(["check", "my.yaml"]) == 5
-    told = capsys.readouterr().err
-    assert told.count("error: ") == 4
+    reported = capsys.readouterr().err
+    assert reported.count("error: ") == 4
     for words in (
         "error: there is no folder ./none\n   at: my.yaml:2:9 (model.path)",
         "error: there is no file 'gone.jsonl'\n   at: my.yaml:4:",
         "error: the row has no column 'completion'; it has prompt\n   at: bad.jsonl:2",
         "error: wandb is asked for but not installed\n   at: my.yaml:6:7 (log.trackers)",
     ):
-        assert words in told
+        assert words in reported
 
 
 def test_a_dataset_of_the_hub_is_not_downloaded(capsys: pytest.CaptureFixture[str]):
@@ -114,9 +114,9 @@ def test_a_package_for_cuda_is_asked_for_where_there_is_a_device(
 
 def test_a_data_file_in_place_of_a_recipe_is_named_as_such(capsys: pytest.CaptureFixture[str]):
     assert main(["check", "a.jsonl"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: a.jsonl is a data file, not a recipe\n   at: the command line\n")
-    assert "memtrain sft a.jsonl --model MODEL" in told
+    reported = capsys.readouterr().err
+    assert reported.startswith("error: a.jsonl is a data file, not a recipe\n   at: the command line\n")
+    assert "memtrain sft a.jsonl --model MODEL" in reported
 
 
 def test_faults_of_keys_do_not_hide_those_of_the_model_the_data_and_the_packages(
@@ -127,15 +127,15 @@ def test_faults_of_keys_do_not_hide_those_of_the_model_the_data_and_the_packages
         "log: {trackers: [wandb], evry: 2}\n"
     )
     assert main(["check", "my.yaml"]) == 2
-    told = capsys.readouterr().err
-    assert [line for line in told.splitlines() if line.startswith("error")] == [
+    reported = capsys.readouterr().err
+    assert [line for line in reported.splitlines() if line.startswith("error")] == [
         "error: the length of the run is given twice",
         "error: log.evry: unknown key",
         "error: there is no folder ./nomodel",
         "error: there is no file 'c.jsonl'",
         "error: wandb is asked for but not installed",
     ]
-    assert "my.yaml:2:9 (model.path)" in told
+    assert "my.yaml:2:9 (model.path)" in reported
 
 
 def test_a_part_whose_own_keys_are_at_fault_is_not_looked_at(
@@ -145,8 +145,8 @@ def test_a_part_whose_own_keys_are_at_fault_is_not_looked_at(
         "method: sft\nmodel: {path: ./nomodel, dtyp: float32}\ndata: {train: c.jsonl, colums: {text: x}}\n"
     )
     assert main(["check", "my.yaml"]) == 2
-    told = capsys.readouterr().err
-    assert [line.split(" ")[1] for line in told.splitlines() if line.startswith("error")] == [
+    reported = capsys.readouterr().err
+    assert [line.split(" ")[1] for line in reported.splitlines() if line.startswith("error")] == [
         "model.dtyp:",
         "data.colums:",
     ]

@@ -131,15 +131,15 @@ def test_the_summary_has_the_planners_error_and_its_false_fits():
         "bit for bit/c": {"is_equal": False, "words": "losses differ by 1.0e-03"},
     }
     wanted = [stage(name) for name in found]
-    told = summary(found, wanted, {"device": "none"})
-    assert told["plan"]["count"] == 2
-    assert told["plan"]["median_error"] == pytest.approx(0.15)
-    assert told["plan"]["worst_error"] == pytest.approx(-0.2)
-    assert told["trace"]["worst_error"] == pytest.approx(-0.01)
-    assert told["plan"]["false_fits"] == ["24 GiB/b"]
-    assert set(told["misses"]) == {"grid/a", "shared prompts/k = 2: once"}
-    assert told["not_bit_for_bit"] == ["bit for bit/c"]
-    assert told["faults"] == {"24 GiB/b": "out of memory"}
+    reported = summary(found, wanted, {"device": "none"})
+    assert reported["plan"]["count"] == 2
+    assert reported["plan"]["median_error"] == pytest.approx(0.15)
+    assert reported["plan"]["worst_error"] == pytest.approx(-0.2)
+    assert reported["trace"]["worst_error"] == pytest.approx(-0.01)
+    assert reported["plan"]["false_fits"] == ["24 GiB/b"]
+    assert set(reported["misses"]) == {"grid/a", "shared prompts/k = 2: once"}
+    assert reported["not_bit_for_bit"] == ["bit for bit/c"]
+    assert reported["faults"] == {"24 GiB/b": "out of memory"}
 
 
 def test_the_page_shows_faults_plots_and_what_others_published():
@@ -190,10 +190,10 @@ def test_the_ladder_runs_from_a_bare_tree_with_tiny_models_on_a_cpu(tmp_path: Pa
     assert {name.partition("/")[0] for name in found} == {one.group for one in stages()}
     faults = {name: one["fault"] for name, one in found.items() if "fault" in one}
     assert not faults
-    told = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert told["plan"]["count"] >= 5
-    assert told["done"] == told["stages"]
-    assert told["not_bit_for_bit"] == []
+    reported = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert reported["plan"]["count"] >= 5
+    assert reported["done"] == reported["stages"]
+    assert reported["not_bit_for_bit"] == []
     assert "standing in for a GPU" in (tmp_path / "out" / "page.html").read_text()
 
 

@@ -38,24 +38,26 @@ def test_help_imports_nothing_heavy_and_is_soon_there():
     seconds: list[float] = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        reported = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert told.endswith("HEAVY []\n"), told
+        assert reported.endswith("HEAVY []\n"), reported
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 0.3
 
 
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0
-    told = capsys.readouterr().out
-    assert not [verb.name for verb in COMMANDS if f"\n  {verb.name} " not in told]
+    reported = capsys.readouterr().out
+    assert not [verb.name for verb in COMMANDS if f"\n  {verb.name} " not in reported]
 
 
 def test_no_verb_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]):
     assert main([]) == 0
-    told = capsys.readouterr().out
-    assert "Commands:" in told
-    assert "memtrain plan Qwen" in " ".join(told.split())
+    reported = capsys.readouterr().out
+    assert "Commands:" in reported
+    assert "memtrain plan Qwen" in " ".join(reported.split())
 
 
 @pytest.mark.parametrize("verb", [verb.name for verb in COMMANDS])
@@ -64,13 +66,13 @@ def test_every_verb_has_a_help_of_its_own(verb: str, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith(f"Usage: memtrain {verb}")
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
+def test_the_version_is_reported(capsys: pytest.CaptureFixture[str]):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"memtrain {__version__}\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (
             ["chek"],
@@ -92,11 +94,11 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
         (["--foo"], "error: no such option: --foo\n   at: memtrain\n  try: see memtrain --help\n"),
     ],
 )
-def test_wrong_words_are_told_like_every_other_error(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_words_are_reported_like_every_other_error(
+    words: list[str], reported: str, capsys: pytest.CaptureFixture[str]
 ):
     assert main(words) == 2
-    assert capsys.readouterr().err.startswith(told)
+    assert capsys.readouterr().err.startswith(reported)
 
 
 def test_a_fault_of_ours_says_so_with_its_traceback(
@@ -107,9 +109,9 @@ def test_a_fault_of_ours_says_so_with_its_traceback(
 
     monkeypatch.setattr("memtrain.cli.app.run", broken)
     assert main(["check"]) == 70
-    told = capsys.readouterr().err
-    assert told.startswith("this is a bug in memtrain")
-    assert "ZeroDivisionError: oh" in told
+    reported = capsys.readouterr().err
+    assert reported.startswith("this is a bug in memtrain")
+    assert "ZeroDivisionError: oh" in reported
 
 
 def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -137,31 +139,31 @@ def test_the_shell_completes_verbs_recipes_and_keys(words: str, wanted: str):
         "COMP_WORDS": words,
         "COMP_CWORD": str(len(words.split()) - 1),
     }
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-m", "memtrain"], env=environment, capture_output=True, text=True, check=False
     )
-    assert wanted in told.stdout.split("\n"), told.stderr
+    assert wanted in reported.stdout.split("\n"), reported.stderr
 
 
 def test_a_reader_that_leaves_early_is_no_error():
-    told = subprocess.run(
+    reported = subprocess.run(
         f"{sys.executable} -m memtrain schema | head -1",
         shell=True,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert told.stdout == "{\n"
-    assert told.stderr == ""
+    assert reported.stdout == "{\n"
+    assert reported.stderr == ""
 
 
 @pytest.mark.parametrize("verb", [verb.name for verb in COMMANDS])
 def test_every_help_has_examples_that_the_command_takes(verb: str, capsys: pytest.CaptureFixture[str]):
     assert main([verb, "--help"]) == 0
-    told = capsys.readouterr().out
-    assert "\n  Examples:\n" in told
+    reported = capsys.readouterr().out
+    assert "\n  Examples:\n" in reported
     for line in examples_of(verb):
-        assert f"\n    {line}\n" in told
+        assert f"\n    {line}\n" in reported
         name, *words = shlex.split(line, comments=True)[1:]
         command = typer.main.get_command(app).get_command(None, name)  # pyright: ignore
         with command.make_context(name, words) as context:  # Raises where an option or argument is wrong.

@@ -21,10 +21,10 @@ def test_the_recipe_it_writes_is_valid(method: str, capsys: pytest.CaptureFixtur
 
 def test_without_a_file_the_recipe_is_printed(capsys: pytest.CaptureFixture[str]):
     assert main(["init", "sft"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("# yaml-language-server: $schema=")
-    assert told.endswith("\n")
-    assert max(map(len, told.splitlines()[1:])) <= 100
+    reported = capsys.readouterr().out
+    assert reported.startswith("# yaml-language-server: $schema=")
+    assert reported.endswith("\n")
+    assert max(map(len, reported.splitlines()[1:])) <= 100
 
 
 def test_a_file_that_exists_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -53,7 +53,7 @@ def test_a_loss_that_others_call_a_method_is_named_as_a_loss(
     assert "write method: dpo, and dpo.loss: orpo" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]):
+def test_a_folder_that_is_missing_is_reported(capsys: pytest.CaptureFixture[str]):
     assert main(["init", "sft", "-o", "nowhere/my.yaml"]) == 2
     assert "nowhere/my.yaml cannot be written: No such file or directory" in capsys.readouterr().err
 

@@ -133,7 +133,7 @@ def test_a_recipe_gives_data_tokenizer_and_length(rows, capsys, tmp_path):
     assert (found["rows"], found["batch"]["rows"]) == (1, 4)
 
 
-def test_what_does_not_fit_the_budget_is_told(rows, capsys):
+def test_what_does_not_fit_the_budget_is_reported(rows, capsys):
     words = (rows, *COLUMNS, "--model", "builtin:tiny", "--budget", "270MiB")
     found = json.loads(shown(capsys, *words, "--json"))
     assert not any(one["cost"]["fits"] for one in found["candidates"])
@@ -192,7 +192,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_no_guess(rows, tmp_path, capsys, m
         (("rows.jsonl", "--tokenizer", "builtin:huge"), DataError, "there is no tokenizer"),
     ],
 )
-def test_wrong_words_are_told_with_a_way_out(words, kind, says, rows, monkeypatch):
+def test_wrong_words_are_reported_with_a_way_out(words, kind, says, rows, monkeypatch):
     monkeypatch.chdir(Path(rows).parent)
     with pytest.raises(kind, match=re.escape(says)):
         run(["inspect-lengths", *words])
@@ -240,7 +240,7 @@ def test_lengths_are_read_with_or_without_spaces():
         ("other.csv", b"a,b\n1,2\n", "no format fits the columns a, b"),
     ],
 )
-def test_wrong_data_is_told(name, content, says, tmp_path):
+def test_wrong_data_is_reported(name, content, says, tmp_path):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError, match=says):
@@ -268,11 +268,11 @@ def test_ctrl_c_shows_what_was_read_and_marks_it_as_partial(tmp_path):
         stderr=terminal,
         text=True,
     )
-    told = ""
-    while "rows/s" not in told:
+    reported = ""
+    while "rows/s" not in reported:
         assert select.select([leader], [], [], 60)[0], "nothing is told while reading"
-        told += os.read(leader, 4096).decode()
-    assert re.search(r"[\d,]+ of 60,000 rows", told)
+        reported += os.read(leader, 4096).decode()
+    assert re.search(r"[\d,]+ of 60,000 rows", reported)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=120)
     found = json.loads(out)

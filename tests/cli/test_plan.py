@@ -38,7 +38,7 @@ def recipe(tmp_path, monkeypatch):
     return str(file)
 
 
-def told(capsys) -> str:
+def reported(capsys) -> str:
     """What was printed, as one line."""
     return " ".join(capsys.readouterr().out.split())
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_planned_is_refused_in_words(recipe, words, said):
 
 def test_a_model_that_is_nowhere_is_refused_and_a_known_one_is_planned_without_the_hub(capsys):
     run(["plan", "sft/llama-3.1-8b-full", "--gpu", "h200"])
-    words = told(capsys)
+    words = reported(capsys)
     assert "the shape of meta-llama/Llama-3.1-8B-Instruct is from memtrain's own table" in words
     assert "every sequence is assumed to have 4,096 tokens" in words
     with pytest.raises(LaunchError, match="not in memtrain's table"):
@@ -152,9 +152,9 @@ def test_the_other_way_round_what_is_found_fits_and_the_next_does_not(recipe, ca
     run([*command, "--solve", "micro_batch"])
     assert json.loads(capsys.readouterr().out)["value"] == 32 * 512
     run(["plan", recipe, "--gpu", "h100", "--without-data", "--solve", "num_gpus"])
-    assert "One H100 is enough" in told(capsys)
+    assert "One H100 is enough" in reported(capsys)
     run(["plan", "sft/llama-3.1-8b-full", "--gpu", "4090", "--without-data", "--solve", "num_gpus"])
-    said = told(capsys)
+    said = reported(capsys)
     assert "4090 are enough, and fewer are not" in said
     assert "They share weights, gradients and moments (fsdp2)." in said
 
@@ -203,21 +203,21 @@ def test_the_first_answer_loads_no_torch_and_takes_about_a_second():
         (24, 23, "and 24.37 GiB at least: it does not fit 23.50 GiB by this trace."),
     ],
 )
-def test_the_allocators_part_of_a_trace_is_told_against_the_card(
+def test_the_allocators_part_of_a_trace_is_reported_against_the_card(
     recipe, capsys, monkeypatch, reserved, least, words
 ):
     def traced(job):
         peak = PhasePeak(phase="steady step", num_bytes=16 * 2**30, owners=())
-        told = Prediction(phases=(peak,), method="trace", budget_bytes=None)
+        reported = Prediction(phases=(peak,), method="trace", budget_bytes=None)
         assert job.is_whole, "a model of 32 layers is traced whole"
         return Traced(
-            prediction=told, reserved_bytes=reserved * 2**30, least_bytes=least * 2**30, seconds=1.0
+            prediction=reported, reserved_bytes=reserved * 2**30, least_bytes=least * 2**30, seconds=1.0
         )
 
     monkeypatch.setattr("memtrain.trainers.tools.trace.client.traced", traced)
     asked = ["plan", recipe, "--gpu", "4090", "model.adapter={r: 8}", "--trace"]
     run(asked)
-    assert words in told(capsys)
+    assert words in reported(capsys)
     run([*asked, "--json"])
     made = json.loads(capsys.readouterr().out)
     assert made["traced_with_margin_bytes"] == pytest.approx(
@@ -228,18 +228,18 @@ def test_the_allocators_part_of_a_trace_is_told_against_the_card(
 @pytest.mark.slow
 def test_a_plan_is_checked_by_a_trace_of_the_runs_own_step(recipe, capsys):
     run(["plan", "smoke/sft", "--trace", "--explain"])
-    assert "Checked on the run's own step: traced" in told(capsys)
+    assert "Checked on the run's own step: traced" in reported(capsys)
 
 
-def test_where_activations_wait_is_told_and_a_folder_that_nothing_uses(recipe, capsys):
+def test_where_activations_wait_is_reported_and_a_folder_that_nothing_uses(recipe, capsys):
     words = ["plan", recipe, "--gpu", "h100", "model.adapter={r: 8}", "memory.offload_disk=/scratch"]
     words += ["memory.offload_host=64MiB", "memory.activation_checkpointing=on"]
     run([*words, "memory.activation_offloading=on", "memory.offload_keep=8"])
-    used = told(capsys)
+    used = reported(capsys)
     assert "offloaded activations beyond 64.0 MiB of a process" in used
     assert "the last 8 layers keep theirs" in used
     run(words)
-    assert "not used: nothing is offloaded" in told(capsys)
+    assert "not used: nothing is offloaded" in reported(capsys)
 
 
 def test_the_hosts_memory_is_what_the_command_says(capsys):
@@ -249,13 +249,13 @@ def test_the_hosts_memory_is_what_the_command_says(capsys):
     with pytest.raises(DoesNotFit, match="of host memory, and there are 140.0 GiB"):
         run(long)
     run([*long, "--host-memory", "512GiB"])
-    words = told(capsys)
+    words = reported(capsys)
     assert "on H100, 79.10 GiB: fits" in words
     assert "streamed_layers" in words
     assert "model.rope_scaling: {rope_type: llama3, factor: 16} scales its positions" in words
 
 
-def test_the_hosts_memory_is_told_by_phase_and_kind(recipe, capsys):
+def test_the_hosts_memory_is_reported_by_phase_and_kind(recipe, capsys):
     """8 rows of 8 inputs wait in locked memory; processes and a tensor being written are pageable."""
     words = ["plan", recipe, "--gpu", "h100", "--without-data", "memory.activation_checkpointing=on"]
     words += ["memory.activation_offloading=on", "memory.loss=chunked"]
@@ -273,7 +273,7 @@ def test_the_hosts_memory_is_told_by_phase_and_kind(recipe, capsys):
 
 def test_a_budget_is_planned_for_a_card_sold_with_so_much_which_is_named(capsys):
     run(["plan", "sft/qwen3-0.6b-lora", "--budget", "48GiB", "--without-data"])
-    words = told(capsys)
+    words = reported(capsys)
     assert "A6000, 47.40 GiB: fits" in words
     assert "of that size, A6000, of which a program can use 47.40 GiB" in words
     assert "of 47.40 GiB" in words
@@ -282,13 +282,13 @@ def test_a_budget_is_planned_for_a_card_sold_with_so_much_which_is_named(capsys)
 def test_positions_are_scaled_by_the_recipe(capsys):
     scaled = ["sft/llama-3.1-8b-qlora", "model.rope_scaling={rope_type: llama3, factor: 16}"]
     run(["plan", *scaled, "--gpu", "h100", "--without-data", "length.max_length=200000"])
-    words = told(capsys)
+    words = reported(capsys)
     assert "llama3 x 16" in words
     assert "rows of up to 262,144 tokens; the adapter does not carry it" in words
 
 
 def test_the_plan_says_why_it_is_for_these_devices(recipe, capsys):
     assert run(["plan", "smoke/sft", "--without-data", "cluster.device=cpu"]) == 0
-    assert "for this machine's CPU, as cluster.device says (from the command line: " in told(capsys)
+    assert "for this machine's CPU, as cluster.device says (from the command line: " in reported(capsys)
     assert run(["plan", recipe, "--without-data", "--gpu", "h100", "model.adapter={}"]) == 0
-    assert "The plan is for" not in told(capsys)
+    assert "The plan is for" not in reported(capsys)

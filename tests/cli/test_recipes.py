@@ -11,9 +11,9 @@ from memtrain.recipes.registry import METHODS
 
 def test_every_shipped_recipe_is_listed_in_80_columns(capsys: pytest.CaptureFixture[str]):
     assert main(["recipes"]) == 0
-    told = capsys.readouterr().out
-    assert not [name for name in shipped_names() if f"\n{name} " not in told]
-    assert max(map(len, told.splitlines())) <= 80
+    reported = capsys.readouterr().out
+    assert not [name for name in shipped_names() if f"\n{name} " not in reported]
+    assert max(map(len, reported.splitlines())) <= 80
 
 
 def test_a_recipe_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]):
@@ -28,8 +28,8 @@ def test_a_recipe_that_is_not_there_names_the_nearest(capsys: pytest.CaptureFixt
 
 def test_every_method_is_listed(capsys: pytest.CaptureFixture[str]):
     assert main(["methods"]) == 0
-    told = capsys.readouterr().out
-    assert not [name for name in METHODS if f"\n{name} " not in told]
+    reported = capsys.readouterr().out
+    assert not [name for name in METHODS if f"\n{name} " not in reported]
 
 
 def test_the_schema_is_json_and_the_reference_is_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

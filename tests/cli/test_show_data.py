@@ -23,13 +23,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_trained_text_and_packed_rows_are_marked(capsys: pytest.CaptureFixture[str]):
     assert main(["show-data", "my.yaml", "-n", "1"]) == 0
-    told = capsys.readouterr().out
-    assert "Sequence 1: 3 packed rows, " in told
+    reported = capsys.readouterr().out
+    assert "Sequence 1: 3 packed rows, " in reported
     for n in range(3):
-        assert f"<|im_start|>user\nWhat is {n} + 1?<|im_end|>\n<|im_start|>assistant\n" in told
-        assert f"[[It is {n + 1}.<|im_end|>\n]]" in told
-        assert f"--- rows.jsonl:{n + 1}: " in told
-    assert told.count("[[") == told.count("]]") == 3
+        assert f"<|im_start|>user\nWhat is {n} + 1?<|im_end|>\n<|im_start|>assistant\n" in reported
+        assert f"[[It is {n + 1}.<|im_end|>\n]]" in reported
+        assert f"--- rows.jsonl:{n + 1}: " in reported
+    assert reported.count("[[") == reported.count("]]") == 3
 
 
 def test_the_parts_of_a_pair_are_named(capsys: pytest.CaptureFixture[str]):
@@ -37,10 +37,10 @@ def test_the_parts_of_a_pair_are_named(capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     words = ["data.train={source: builtin:arithmetic, limit: 2}", "length.packing=none", "-n", "5"]
     assert main(["show-data", "my.yaml", "method=dpo", *words]) == 0
-    told = capsys.readouterr().out
-    assert "builtin:arithmetic:1, prompt: " in told
-    assert "builtin:arithmetic:2, rejected: " in told
-    assert told.count("Sequence ") == 2
+    reported = capsys.readouterr().out
+    assert "builtin:arithmetic:1, prompt: " in reported
+    assert "builtin:arithmetic:2, rejected: " in reported
+    assert reported.count("Sequence ") == 2
 
 
 def test_rows_that_are_not_held_out_cannot_be_shown(capsys: pytest.CaptureFixture[str]):

@@ -112,7 +112,7 @@ def test_inputs_of_the_last_layers_stay_and_the_oldest_go_to_disk(
     assert not list(folder.iterdir()), "no file outlives its block"
 
 
-def test_a_folder_that_cannot_be_written_is_told(tiny_model: TinyModel, tmp_path: Path):
+def test_a_folder_that_cannot_be_written_is_reported(tiny_model: TinyModel, tmp_path: Path):
     (tmp_path / "file").write_text("")
     settings = SETTINGS.model_copy(
         update={"checkpoint_every": 1, "offload": "boundaries", "offload_disk": str(tmp_path / "file" / "in")}

@@ -230,12 +230,12 @@ def learn(case: Case, context: Any = None) -> dict[str, Tensor]:
     batch = case.batch()
     loss = method.loss(scorer, batch, denominator=float(batch.num_loss_tokens), want_stats=True)
     loss.value.backward()
-    told = {"loss": loss.value.detach(), **{f"sum of {name}": value for name, value in loss.sums.items()}}
+    reported = {"loss": loss.value.detach(), **{f"sum of {name}": value for name, value in loss.sums.items()}}
     if exchange is not None:
         exchange.finish()
-        for value in told.values():
+        for value in reported.values():
             dist.all_reduce(value)
-    return told | {name: one.grad for name, one in trained.items() if one.grad is not None}
+    return reported | {name: one.grad for name, one in trained.items() if one.grad is not None}
 
 
 def on_ranks(size: int, by_heads: bool, folder: Path) -> dict[str, dict[str, Tensor]]:

@@ -96,12 +96,12 @@ def test_other_choices_are_followed_in_recomputation_too() -> None:
 
         router.forward = forward
     expected = step(plain)
-    told = mixture()
-    assert not torch.equal(step(told)[0], expected[0])
-    replay = RouterReplay(told)
-    checkpoint_layers(told, 1)
+    reported = mixture()
+    assert not torch.equal(step(reported)[0], expected[0])
+    replay = RouterReplay(reported)
+    checkpoint_layers(reported, 1)
     replay.send(routes_TLK.short())
-    assert same(step(told), expected)
+    assert same(step(reported), expected)
 
 
 def test_the_native_sampler_records_the_choices_of_the_model_itself() -> None:

@@ -289,9 +289,9 @@ def test_the_command_ends_with_1_where_a_check_fails(
     assert "gives the numbers of the plain run" in capsys.readouterr().out
     monkeypatch.setattr(collate, "packed_layout", one_segment)
     assert run([*words, "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["version"] == 1
-    assert told["is_exact"] is False
-    found = {check["name"]: check["found"] for check in told["checks"]}
-    assert len(told["gradients"]) > 10, "one for each parameter"
-    assert max(told["gradients"].values()) >= found["gradients"] > 1e-4
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["version"] == 1
+    assert reported["is_exact"] is False
+    found = {check["name"]: check["found"] for check in reported["checks"]}
+    assert len(reported["gradients"]) > 10, "one for each parameter"
+    assert max(reported["gradients"].values()) >= found["gradients"] > 1e-4

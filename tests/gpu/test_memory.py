@@ -35,7 +35,7 @@ def test_expandable_segments_are_in_force_when_they_are_asked_for(cuda: torch.de
 
 def test_the_peak_of_a_phase_is_the_allocators(cuda: torch.device):
     noted: list[tuple[str, int, int, int]] = []
-    watch = MemoryWatch(cuda, 0, lambda *told: noted.append(told))
+    watch = MemoryWatch(cuda, 0, lambda *reported: noted.append(reported))
     before = torch.cuda.memory_allocated()
     with watch.phase("steady step", StepWeight(10, lambda: 0)):
         held = torch.empty(64 * MIB, dtype=torch.uint8, device=cuda)
@@ -46,7 +46,7 @@ def test_the_peak_of_a_phase_is_the_allocators(cuda: torch.device):
     assert reserved >= allocated
 
 
-def test_memory_that_runs_out_is_told_and_given_back(cuda: torch.device):
+def test_memory_that_runs_out_is_reported_and_given_back(cuda: torch.device):
     free()
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 256 * MIB) / total)

@@ -31,12 +31,12 @@ def run(folder: Path, method: str, device: torch.device, *overrides: str) -> lis
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains(method: str, tmp_path: Path, device: torch.device):
     """With the preflight, which tries the heaviest batch and a save before the first step."""
-    told = run(tmp_path / "run", method, device, "memory.preflight=on")
-    losses = [line["loss"] for line in told if line["kind"] == "step"]
+    reported = run(tmp_path / "run", method, device, "memory.preflight=on")
+    losses = [line["loss"] for line in reported if line["kind"] == "step"]
     assert len(losses) == 3
     assert all(torch.isfinite(torch.tensor(losses)))
     if device.type == "cuda":
-        assert any(line["reserved"] > 0 for line in told if line["kind"] == "memory")
+        assert any(line["reserved"] > 0 for line in reported if line["kind"] == "memory")
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path, device: torch.device):
@@ -46,7 +46,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, device: torch.device):
     whole = run(tmp_path / "whole", "sft", device, *words)
     run(tmp_path / "parts", "sft", device, *words, "train.max_steps=2")
     parts = run(tmp_path / "parts", "sft", device, *words, "save.allow_changed_keys=[train.max_steps]")
-    of = [[line["loss"] for line in told if line["kind"] == "step"] for told in (whole, parts)]
+    of = [[line["loss"] for line in reported if line["kind"] == "step"] for reported in (whole, parts)]
     assert of[1][-2:] == pytest.approx(of[0][-2:], rel=1e-6)
 
 
@@ -104,5 +104,5 @@ def test_two_gpus_train_as_one(engine: str, tmp_path: Path, device: torch.device
         f"cluster.engine={engine}",
         "model.dtype=float32",
     )
-    losses = [[line["loss"] for line in told if line["kind"] == "step"] for told in (one, two)]
+    losses = [[line["loss"] for line in reported if line["kind"] == "step"] for reported in (one, two)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)

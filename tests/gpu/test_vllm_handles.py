@@ -25,11 +25,11 @@ def test_another_process_reads_what_was_written(cuda: torch.device):
     except RuntimeError as error:
         pytest.skip(f"this driver shares no such memory ({str(error).splitlines()[0]}): files are taken")
     torch.cuda.synchronize()
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", READ], input=f"{handle}\n", capture_output=True, text=True, check=False
     )
-    assert told.returncode == 0, told.stderr
-    assert int(told.stdout) == sum(range(100))
+    assert reported.returncode == 0, reported.stderr
+    assert int(reported.stdout) == sum(range(100))
 
 
 def test_the_transport_tries_the_handle_and_falls_back_to_files(tmp_path: Path, cuda: torch.device):

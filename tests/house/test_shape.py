@@ -109,8 +109,8 @@ def test_the_light_floors_are_imported_whole_without_torch():
         f"import importlib, sys\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
         "    assert 'torch' not in sys.modules, name\n    assert 'transformers' not in sys.modules, name\n"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr
+    reported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert reported.returncode == 0, reported.stderr
 
 
 def test_every_memory_strategy_names_its_source():
@@ -127,8 +127,8 @@ def test_every_loss_names_its_source():
             continue
         tree = TREES[name_of(path)]
         for node in functions(tree):
-            told = (ast.get_docstring(node) or "") + (ast.get_docstring(tree) or "")
-            if node.name.endswith("_loss") and not node.name.startswith("_") and "Source: " not in told:
+            reported = (ast.get_docstring(node) or "") + (ast.get_docstring(tree) or "")
+            if node.name.endswith("_loss") and not node.name.startswith("_") and "Source: " not in reported:
                 silent.append(f"{name_of(path)}:{node.lineno} {node.name}")
     assert not silent
 

@@ -215,7 +215,7 @@ def test_messages_take_both_spellings_and_keep_what_they_carry():
         ([{"role": "user", "content": [{"type": "refusal"}]}], "a part that is not text"),
     ],
 )
-def test_wrong_messages_are_told_apart(value, what):
+def test_wrong_messages_are_distinguished(value, what):
     with pytest.raises(BadRow, match=what):
         messages.parse({"messages": value}, NAMES)
 
@@ -297,7 +297,7 @@ def test_implicit_prompts_of_messages_are_the_common_turns():
         preference.parse({"chosen": [HI], "rejected": [HI, NO]}, NAMES)
 
 
-def test_a_prompt_told_twice_is_one_prompt():
+def test_a_prompt_given_twice_is_one_prompt():
     row = {"prompt": "hi", "chosen": [HI, YO], "rejected": [HI, NO]}
     assert preference.parse(row, NAMES).prompt == (HI,)
     with pytest.raises(BadRow, match="messages that do not begin with it"):

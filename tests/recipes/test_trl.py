@@ -124,7 +124,7 @@ _READ_WITH = {
     "use_dora",
     *(key for method in IMPORTED for key in RECORDED[method] if key.startswith("vllm_")),
 }
-"""Keys that TRL reads only beside another one; written alone they are told as lost."""
+"""Keys that TRL reads only beside another one; written alone they are reported as lost."""
 
 
 def test_the_batch_is_that_of_all_devices():
@@ -222,7 +222,7 @@ def test_experts_get_the_adapters_that_are_named(modules: object, taken: tuple, 
 
 
 @pytest.mark.parametrize(
-    ("method", "config", "told"),
+    ("method", "config", "reported"),
     [
         ("sft", {"torch_compile": True}, {"torch_compile"}),
         ("sft", {"push_to_hub": True, "hub_model_id": "a/b"}, {"push_to_hub", "hub_model_id"}),
@@ -246,8 +246,8 @@ def test_experts_get_the_adapters_that_are_named(modules: object, taken: tuple, 
         ),
     ],
 )
-def test_what_has_no_counterpart_is_told(method: str, config: dict[str, object], told: set[str]):
-    assert lost(recipe_of(method, **config)[1]) == told
+def test_what_has_no_counterpart_is_reported(method: str, config: dict[str, object], reported: set[str]):
+    assert lost(recipe_of(method, **config)[1]) == reported
 
 
 def test_a_file_says_what_was_not_carried_over_and_where_it_came_from(tmp_path: Path):
@@ -267,14 +267,14 @@ def test_a_file_says_what_was_not_carried_over_and_where_it_came_from(tmp_path: 
     assert recipe.model.adapter.target_modules == ("q_proj", "v_proj")
 
 
-def test_what_the_recipe_lacks_is_told(tmp_path: Path):
+def test_what_the_recipe_lacks_is_reported(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("model_name_or_path: Qwen/Qwen3-0.6B\n")
     assert "data" in str(import_config(file, "sft", None).faults)
 
 
 @pytest.mark.parametrize("text", ["", "- a\n", "a: [\n", "a: !!python/object:x {}\n"])
-def test_a_file_that_is_none_is_told(text: str, tmp_path: Path):
+def test_a_file_that_is_none_is_reported(text: str, tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(RecipeError):

@@ -47,7 +47,7 @@ def assert_rescued(report: Report, place: int) -> None:
         assert found.own.keys or found.own.environment
 
 
-def test_a_run_that_died_of_logits_is_told_so():
+def test_a_run_that_died_of_logits_is_reported():
     """8B at 51,974 tokens: float32 logits of a vocabulary of 128,256 are 24.8 GiB, and held several times."""
     found = answer(at("LlamaFactory#5545"))
     assert found.held is not None

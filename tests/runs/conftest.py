@@ -117,7 +117,7 @@ class Runs:
     ) -> list[Forked]:
         """Plan here, then begin the ranks as a launcher would, each in a fork of this process.
 
-        `num_started` begins fewer, which is all that they are told of.
+        `num_started` begins fewer, which is all that they are asked for.
         """
         from memtrain.trainers.loop import worker
 

@@ -44,14 +44,14 @@ def run_in(folder: Path, method: str, recipe: str, overrides: tuple[str, ...], n
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
-def steps(told: list[dict]) -> list[dict]:
+def steps(reported: list[dict]) -> list[dict]:
     """The lines of the steps."""
-    return [line for line in told if line["kind"] == "step"]
+    return [line for line in reported if line["kind"] == "step"]
 
 
-def curve(told: list[dict]) -> list[tuple[float, ...]]:
+def curve(reported: list[dict]) -> list[tuple[float, ...]]:
     """Loss and gradient norm of every step."""
-    return [(line["loss"], line["grad_norm"]) for line in steps(told)]
+    return [(line["loss"], line["grad_norm"]) for line in steps(reported)]
 
 
 @contextmanager

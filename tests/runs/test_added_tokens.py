@@ -95,7 +95,7 @@ def test_tokens_are_trained_saved_and_planned(runs, metrics, tmp_path: Path):
         ),
     ],
 )
-def test_tokens_that_cannot_be_added_are_told(runs, override: str, words: str):
+def test_tokens_that_cannot_be_added_are_reported(runs, override: str, words: str):
     ended = runs.run("run", override)
     assert ended.code in (2, 4), ended.err
     assert words in ended.err

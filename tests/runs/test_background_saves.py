@@ -57,16 +57,16 @@ def ended(runs, name: str, num_ranks: int, *overrides: str) -> Path:
 
 @pytest.mark.parametrize("slow_disk", [SLOW_S], indirect=True)
 def test_steps_go_on_while_a_slow_disk_writes_and_no_bit_moves(runs, waited, slow_disk, curve_of, metrics):
-    """Steps are faster than the disk: a save waits for the one before it, and what waited is told."""
+    """Steps are faster than the disk: a save waits for the one before it, and what waited is reported."""
     folder = runs.done("run", *ASKED)
     assert curve_of(folder) == curve_of(waited)
     for step in (4, 6, 8):
         assert checkpoint_bytes(folder, step) == checkpoint_bytes(waited, step)
-    told = metrics(folder, "save")
-    assert [event["step"] for event in told] == [2, 4, 6, 8]
-    assert all(event["seconds"] > SLOW_S for event in told)
-    assert told[0]["held_s"] < told[0]["seconds"], "Steps go on while the disk writes."
-    assert told[0]["waited_s"] < max(event["waited_s"] for event in told[1:3])
+    reported = metrics(folder, "save")
+    assert [event["step"] for event in reported] == [2, 4, 6, 8]
+    assert all(event["seconds"] > SLOW_S for event in reported)
+    assert reported[0]["held_s"] < reported[0]["seconds"], "Steps go on while the disk writes."
+    assert reported[0]["waited_s"] < max(event["waited_s"] for event in reported[1:3])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     places = [(line["kind"], line["step"]) for line in lines if line["kind"] in ("step", "save")]
     assert places.index(("save", 2)) > places.index(("step", 3))
@@ -109,7 +109,7 @@ def test_a_disk_that_fills_ends_the_run_at_a_later_step(runs, waited, monkeypatc
     assert curve_of(folder) == curve_of(waited)
 
 
-def test_a_read_only_folder_is_told_as_one_error(runs, monkeypatch):
+def test_a_read_only_folder_is_reported_as_one_error(runs, monkeypatch):
     """As root may write anywhere, the refusal is made by hand."""
     from memtrain.trainers.checkpoints import checkpoint
 

@@ -88,13 +88,13 @@ def test_the_familys_sampler_gives_the_models_own_log_probs(family):
     """As a plan would choose it: native where rows are packed, else transformers in the first right way."""
     model = made(config_of(family))
     is_native = family in PACKING_TESTED_MODELS
-    told = []
+    reported = []
 
     def sampler(form):
         if is_native:
             return NativeSampler(model, AttentionBackend.TORCH_CPU, 4)
         return TransformersSampler(model, 4, 0, form=form)
 
-    check = StartCheck(model, Ranks(), told.append, nullcontext)
+    check = StartCheck(model, Ranks(), reported.append, nullcontext)
     form = check.passing(sampler, FORMS[0], check_groups(range(5, 29)))
-    assert bool(told) == (form is not FORMS[0])
+    assert bool(reported) == (form is not FORMS[0])

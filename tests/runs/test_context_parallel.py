@@ -28,7 +28,7 @@ cluster: {{device: cpu, threads: 1, processes: 1}}
 """
 
 
-def told(folder: Path, kinds: tuple[str, ...] = ("step", "eval")) -> list[dict[str, Any]]:
+def reported(folder: Path, kinds: tuple[str, ...] = ("step", "eval")) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     dropped = ("seconds", "time", "tokens_per_s", "peak_bytes")
     return [
@@ -40,7 +40,7 @@ def told(folder: Path, kinds: tuple[str, ...] = ("step", "eval")) -> list[dict[s
 
 def assert_the_same(found: Path, expected: Path) -> None:
     """Sums are taken in another order; a few steps of AdamW make more of it."""
-    lines, wanted = told(found), told(expected)
+    lines, wanted = reported(found), reported(expected)
     assert len(lines) == len(wanted)
     for line, want in zip(lines, wanted, strict=True):
         assert line.keys() == want.keys()

@@ -15,14 +15,14 @@ def slow_rows(path: Path, num_rows: int) -> list[list[bool]]:
     from memtrain.recipes.sections.model import Model
 
     tokenizer = tokenizer_of(Model(path="builtin:tiny"))
-    rows, told = [], []
+    rows, reported = [], []
     for n in range(1, num_rows + 1):
         prompt, completion = f"Count to {n}:", " " + " ".join(str(i) for i in range(1, n + 1))
-        told.append({"prompt": prompt, "completion": completion})
+        reported.append({"prompt": prompt, "completion": completion})
         before = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
         answer = len(tokenizer(completion, add_special_tokens=False)["input_ids"]) + 1
         rows.append([False] * before + [True] * answer)
-    path.write_text("".join(json.dumps(row) + "\n" for row in told))
+    path.write_text("".join(json.dumps(row) + "\n" for row in reported))
     return rows
 
 
@@ -53,15 +53,17 @@ def test_what_is_cut_and_dropped_is_counted(runs, metrics, tmp_path: Path, trunc
     is_dropped = [sum(row[1:]) == 0 for row in kept]
     lost = [len(row) - len(part) for row, part in zip(rows, kept, strict=True)]
     loss_tokens_lost = [sum(row[1:]) - sum(part[1:]) for row, part in zip(rows, kept, strict=True)]
-    told = metrics(folder, "data")[0]
-    assert told["rows"] == 20
-    assert told["tokens"] == sum(map(len, rows))
-    assert told["loss_tokens"] == sum(map(sum, rows))
-    assert told["rows_dropped"] == sum(is_dropped)
-    assert told["tokens_dropped"] == sum(len(row) for row, out in zip(rows, is_dropped, strict=True) if out)
-    assert told["rows_cut"] == sum(one > 0 and not out for one, out in zip(lost, is_dropped, strict=True))
-    assert told["tokens_cut"] == sum(one for one, out in zip(lost, is_dropped, strict=True) if not out)
-    assert told["loss_tokens_cut"] == sum(
+    reported = metrics(folder, "data")[0]
+    assert reported["rows"] == 20
+    assert reported["tokens"] == sum(map(len, rows))
+    assert reported["loss_tokens"] == sum(map(sum, rows))
+    assert reported["rows_dropped"] == sum(is_dropped)
+    assert reported["tokens_dropped"] == sum(
+        len(row) for row, out in zip(rows, is_dropped, strict=True) if out
+    )
+    assert reported["rows_cut"] == sum(one > 0 and not out for one, out in zip(lost, is_dropped, strict=True))
+    assert reported["tokens_cut"] == sum(one for one, out in zip(lost, is_dropped, strict=True) if not out)
+    assert reported["loss_tokens_cut"] == sum(
         one for one, out in zip(loss_tokens_lost, is_dropped, strict=True) if not out
     )
     steps = metrics(folder, "step")
@@ -81,8 +83,13 @@ def test_splitting_loses_no_loss_token(runs, metrics, tmp_path: Path):
         "train.epochs=1",
         "train.max_steps=null",
     )
-    told = metrics(folder, "data")[0]
-    assert (told["loss_tokens_cut"], told["loss_tokens_dropped"], told["rows_cut"], told["rows_dropped"]) == (
+    reported = metrics(folder, "data")[0]
+    assert (
+        reported["loss_tokens_cut"],
+        reported["loss_tokens_dropped"],
+        reported["rows_cut"],
+        reported["rows_dropped"],
+    ) == (
         0,
         0,
         0,
@@ -91,6 +98,10 @@ def test_splitting_loses_no_loss_token(runs, metrics, tmp_path: Path):
     assert sum(step["loss_tokens"] for step in metrics(folder, "step")) == sum(sum(row) for row in rows)
     # A piece repeats the last token of the one before it, if that one is there.
     seen = sum(step["tokens"] for step in metrics(folder, "step"))
-    num_whole = told["rows"] - told["rows_split"]
-    assert seen - (told["fragments"] - told["rows_split"]) <= told["tokens"] - told["tokens_idle"] <= seen
-    assert told["fragments"] + num_whole >= told["sequences"]
+    num_whole = reported["rows"] - reported["rows_split"]
+    assert (
+        seen - (reported["fragments"] - reported["rows_split"])
+        <= reported["tokens"] - reported["tokens_idle"]
+        <= seen
+    )
+    assert reported["fragments"] + num_whole >= reported["sequences"]

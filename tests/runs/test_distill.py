@@ -68,9 +68,9 @@ def test_all_tokens_from_a_file_are_the_teacher_itself(made, live):
     folder, run = made
     words = ["distill.top_k=100000", f"distill.top_k_file={folder / 'whole'}"]
     score_teacher(str(folder / "distill.yaml"), words)
-    told = run("from file", *words)
-    assert [s["loss"] for s in steps(told)] == pytest.approx([s["loss"] for s in steps(live)], rel=1e-4)
-    assert steps(told)[-1]["teacher_tail"] == 0.0
+    reported = run("from file", *words)
+    assert [s["loss"] for s in steps(reported)] == pytest.approx([s["loss"] for s in steps(live)], rel=1e-4)
+    assert steps(reported)[-1]["teacher_tail"] == 0.0
 
 
 def test_a_file_of_few_tokens_counts_the_mass_of_the_others(made, capsys):
@@ -78,9 +78,9 @@ def test_a_file_of_few_tokens_counts_the_mass_of_the_others(made, capsys):
     words = ["distill.top_k=4", f"distill.top_k_file={folder / 'few'}", "distill.beta=0"]
     score_teacher(str(folder / "distill.yaml"), words)
     assert "All other tokens are one outcome together: its probability is" in capsys.readouterr().out
-    told = steps(run("few", *words))
-    assert told[-1]["loss"] < told[0]["loss"]
-    assert 0.5 < told[0]["teacher_tail"] < 1.0
+    reported = steps(run("few", *words))
+    assert reported[-1]["loss"] < reported[0]["loss"]
+    assert 0.5 < reported[0]["teacher_tail"] < 1.0
     with pytest.raises(DataError, match=r"temperature is 2, and the file was made with 1"):
         run("other", *words, "distill.temperature=2")
     with pytest.raises(DataError, match=r"is not in the file of the teacher's likeliest tokens"):
@@ -89,7 +89,7 @@ def test_a_file_of_few_tokens_counts_the_mass_of_the_others(made, capsys):
 
 def test_the_student_at_rest_is_its_own_teacher(made):
     """At the start the adapter adds nothing: the divergence is 0, and only the cross-entropy teaches."""
-    told = made[1](
+    reported = made[1](
         "itself",
         "distill.teacher=adapter_off",
         "model.adapter={r: 4}",
@@ -97,7 +97,7 @@ def test_the_student_at_rest_is_its_own_teacher(made):
         "train.max_steps=2",
         "eval.every_steps=1",
     )
-    first, last = steps(told)[0], steps(told)[-1]
+    first, last = steps(reported)[0], steps(reported)[-1]
     assert first["divergence"] == pytest.approx(0.0, abs=1e-7)
     assert first["loss"] == pytest.approx(0.5 * first["nll"], rel=1e-5)
     assert last["divergence"] > 0
@@ -140,13 +140,13 @@ def test_two_ranks_with_student_and_teacher_in_shards_are_one(runs, curve_of, te
 def test_own_completions_are_judged_and_a_killed_run_writes_them_again(made):
     words = ("distill.on_policy_fraction=0.5", "generate.max_tokens=10", "train.max_steps=6", "train.seed=1")
     whole = made[1]("own", *words)
-    told = [step["on_policy"] for step in steps(whole)]
-    assert set(told) == {0.0, 1.0}
+    reported = [step["on_policy"] for step in steps(whole)]
+    assert set(reported) == {0.0, 1.0}
     written_s = [step["rollout_s"] for step in steps(whole) if step["on_policy"]]
     assert min(written_s) > max(step["rollout_s"] for step in steps(whole) if not step["on_policy"])
     own = next(step for step in steps(whole) if step["on_policy"])
     assert own["loss_tokens"] <= 10 * own["sequences"]
-    for at in (told.index(1.0), 4):
+    for at in (reported.index(1.0), 4):
         with dies_at(at):
             made[1]("own killed", *words)
     assert curve(made[1]("own killed", *words)) == curve(whole)

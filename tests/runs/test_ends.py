@@ -63,7 +63,7 @@ def test_a_temperature_without_do_sample_is_saved_and_exported_with_it(runs, own
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_a_value_that_transformers_refuses_goes_back_to_its_default_and_is_told(runs, own_model, metrics):
+def test_a_value_that_transformers_refuses_goes_back_to_its_default_and_is_reported(runs, own_model, metrics):
     folder = runs.done("run", *of(own_model(early_stopping=True)))
     assert not json.loads((folder / "final" / "generation_config.json").read_text()).get("early_stopping")
     (note,) = [note["text"] for note in metrics(folder, "note")]
@@ -97,7 +97,7 @@ def test_whatever_fails_after_the_model_is_saved_it_is_there(runs, monkeypatch):
     assert (runs.folder / "run" / "final" / "model.safetensors").is_file()
 
 
-def test_a_store_of_peaks_that_cannot_be_written_is_told(runs, monkeypatch, metrics):
+def test_a_store_of_peaks_that_cannot_be_written_is_reported(runs, monkeypatch, metrics):
     def refuse(*given, **named):
         raise OSError(30, "Read-only file system")
 

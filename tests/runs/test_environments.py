@@ -111,7 +111,7 @@ def test_zero_std_groups_are_replaced_by_other_prompts(tmp_path: Path, cache: Pa
         ("Echo", RecipeError, "'Echo' is not a class"),
     ],
 )
-def test_an_environment_that_cannot_answer_is_told(
+def test_an_environment_that_cannot_answer_is_reported(
     override: str, error: type[Exception], words: str, tmp_path: Path, cache: Path
 ):
     path = override.format(file=cache / "echo.py")

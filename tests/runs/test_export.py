@@ -64,13 +64,15 @@ def test_an_adapter_of_one_process_stays_an_adapter(runs, capsys):
         (["--max-shard-size", "big"], "'big' is not a size"),
     ],
 )
-def test_what_cannot_be_exported_is_told(shards: Path, tmp_path: Path, capsys, words: list[str], said: str):
+def test_what_cannot_be_exported_is_reported(
+    shards: Path, tmp_path: Path, capsys, words: list[str], said: str
+):
     assert main(["export", str(shards), "-o", str(tmp_path / "model"), *words]) != 0
     assert said in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
 
 
-def test_a_damaged_checkpoint_is_told_and_an_earlier_one_taken(shards: Path, tmp_path: Path, capsys):
+def test_a_damaged_checkpoint_is_reported_and_an_earlier_one_taken(shards: Path, tmp_path: Path, capsys):
     import shutil
 
     run = tmp_path / "run"

@@ -157,7 +157,7 @@ def test_a_disk_that_fills_while_shards_are_written_leaves_the_last_checkpoint(
     assert curve_of(runs.folder / "run") == curve_of(two)
 
 
-def test_shards_that_are_missing_are_told(runs, two: Path):
+def test_shards_that_are_missing_are_reported(runs, two: Path):
     """A node that wrote into a folder of its own: the manifest is of the others alone."""
     shutil.copytree(two, runs.folder / "run")
     found = newest_complete(RunFolder(runs.folder / "run")).checkpoint

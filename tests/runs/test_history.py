@@ -5,7 +5,7 @@ import json
 import pytest
 
 
-def told_of(folder):
+def warned_of(folder):
     """(corrected prediction, measured peak) of a run, over the phases that were measured."""
     prediction = json.loads((folder / "plan.json").read_text())["prediction"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -28,7 +28,7 @@ def test_the_second_prediction_of_a_run_is_nearer(runs, tmp_path, monkeypatch, r
         folder = runs.done(
             name, "memory.measure_peaks=true", f"memory.preflight={rehearse}", "train.max_steps=2"
         )
-        predicted, measured = told_of(folder)
+        predicted, measured = warned_of(folder)
         errors.append(abs(predicted - measured) / measured)
     assert errors[1] <= errors[0]
     if rehearse == "on":

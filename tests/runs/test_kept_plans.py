@@ -30,7 +30,7 @@ def here(monkeypatch):
     return set_to
 
 
-def told(folder: Path) -> tuple[str, str]:
+def reported(folder: Path) -> tuple[str, str]:
     """(value, reason) of what became of the run's plan."""
     found = next(one for one in read_plan(folder / "plan.json").decisions if one.setting == "plan")
     return found.value, found.reason
@@ -57,7 +57,7 @@ def test_free_memory_and_history_that_moved_leave_the_plan_and_every_bit(runs, c
     here(ROOMY, ratios={kind: (0.95,)})
     folder = runs.done("run", *OPEN)
     assert micro_tokens(folder) == small
-    assert told(folder)[0] == "kept"
+    assert reported(folder)[0] == "kept"
     assert not [one for one in notes(folder) if "not bit-identical" in one]
     assert curve_of(folder) == curve_of(whole)
     # A budget is none of what a plan rests on, while it fits.
@@ -80,14 +80,14 @@ def test_a_place_with_other_cores_goes_on_with_the_same_threads_and_bits(
     runs.done("run", *said, "train.max_steps=2")
     here(ROOMY, cores=now)
     folder = runs.done("run", *said)
-    value, reason = told(folder)
+    value, reason = reported(folder)
     assert (value, words in reason) == ("kept", True)
     assert read_plan(folder / "plan.json").settings.threads == before
     assert not [one for one in notes(folder) if "not bit-identical" in one]
     assert curve_of(folder) == curve_of(whole)
 
 
-def test_a_plan_that_no_longer_fits_is_replaced_and_both_numbers_are_told(runs, here):
+def test_a_plan_that_no_longer_fits_is_replaced_and_both_numbers_are_reported(runs, here):
     here(ROOMY)
     runs.done("run", *OPEN, "train.max_steps=3")
     large = micro_tokens(runs.folder / "run")
@@ -95,7 +95,7 @@ def test_a_plan_that_no_longer_fits_is_replaced_and_both_numbers_are_told(runs, 
     ended = runs.run("run", *OPEN)
     assert ended.code == 0, ended.err
     folder = runs.folder / "run"
-    value, reason = told(folder)
+    value, reason = reported(folder)
     assert (value, micro_tokens(folder) < large) == ("new", True)
     assert reason == (
         "the earlier plan needs 726 MiB (margin included), and the budget is 720 MiB; the new plan needs "
@@ -114,7 +114,7 @@ def test_what_the_recipe_says_otherwise_now_is_planned_for(runs, here):
     here(ROOMY)
     runs.done("run", *OPEN, "train.max_steps=3")
     folder = runs.done("run", *OPEN, "memory.activation_checkpointing=on")
-    value, reason = told(folder)
+    value, reason = reported(folder)
     assert (value, reason) == ("new", "changed in the recipe: memory.activation_checkpointing auto -> on")
     assert read_plan(folder / "plan.json").settings.checkpoint_every
 
@@ -128,7 +128,7 @@ def test_a_broken_plan_file_moves_nothing_and_is_written_anew(runs, curve_of, he
     (folder / "plan.json").write_text(broken) if broken is not None else (folder / "plan.json").unlink()
     here(ROOMY)
     runs.done("run", *OPEN)
-    assert told(folder)[0] == "kept"
+    assert reported(folder)[0] == "kept"
     assert curve_of(folder) == curve_of(whole)
 
 
@@ -140,7 +140,7 @@ def test_settings_of_another_version_are_planned_anew_and_it_is_said(runs, here,
     begun = keeping.begun_in(runs.folder / "run")
     other = replace(begun, settings={**begun.settings, "loss": "a loss of old"})
     monkeypatch.setattr(planning, "begun_in", lambda folder, *given: other)
-    value, reason = told(runs.done("run", *OPEN))
+    value, reason = reported(runs.done("run", *OPEN))
     assert (value, "settings are of another version of memtrain" in reason) == ("new", True)
 
 
@@ -160,7 +160,7 @@ def test_a_job_that_is_submitted_for_a_run_keeps_its_plan(runs, here):
     small = micro_tokens(folder)
     written = runs.run("run", *OPEN, verb="slurm")
     assert written.code == 0, written.err
-    assert (told(folder)[0], micro_tokens(folder)) == ("kept", small)
+    assert (reported(folder)[0], micro_tokens(folder)) == ("kept", small)
     other = runs.run("other", *OPEN, verb="slurm")
     assert other.code == 0, other.err
     assert micro_tokens(runs.folder / "other") > small

@@ -123,19 +123,19 @@ def test_the_launch_files_are_as_they_are_printed(runs, monkeypatch, said: tuple
 def test_a_second_start_between_the_launcher_and_its_ranks_changes_nothing(runs, monkeypatch):
     """The ranks are about to be started, and none of them has the folder yet."""
     plan = runs.folder / "run" / "plan.json"
-    told: list[str] = []
+    reported: list[str] = []
 
     def run_agent(words, environment, *rest):
         before = plan.read_bytes()
         second = runs.fork("run", *TWO, "optim.lr=1e-4")
         assert second.wait() == LaunchError.exit_code, second.said
-        told.append(second.said)
+        reported.append(second.said)
         assert plan.read_bytes() == before
         assert read_plan(plan, words[-1]).recipe.optim.lr == 3e-3
 
     monkeypatch.setattr("memtrain.cli.launch.elastic_agent.run_agent", run_agent)
     runs.run("run", *TWO)
-    assert f"process {os.getpid()} on" in told[0]
+    assert f"process {os.getpid()} on" in reported[0]
     assert not (runs.folder / "run" / ".lock").exists()
 
 

@@ -48,7 +48,7 @@ def test_two_launched_processes_have_the_losses_of_one(runs, curve_of):
         assert one[1:3] == pytest.approx(other[1:3], rel=1e-5)
 
 
-def test_what_ends_the_ranks_is_told_once_with_its_exit_code(runs):
+def test_what_ends_the_ranks_is_reported_once_with_its_exit_code(runs):
     process = begin(runs, "run", "optim.lr=1e38", "optim.max_grad_norm=null", *TWO)
     said = ended(runs, "run", process)
     assert process.returncode == 8

@@ -32,11 +32,11 @@ def test_two_ranks_are_one(runs, curve_of, metrics, monkeypatch, engine: str):
     ranks = runs.fork_ranks("two", 2, *EVENED, f"cluster.engine={engine}")
     assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(rank.said for rank in ranks)
     assert_same_curve(curve_of(runs.folder / "two"), curve_of(one), rel=2e-4)
-    told = [
+    reported = [
         [step["router_aux_loss"] for step in metrics(folder, "step")] for folder in (one, runs.folder / "two")
     ]
-    assert told[1] == pytest.approx(told[0], rel=1e-5)
-    assert min(told[0]) > 1
+    assert reported[1] == pytest.approx(reported[0], rel=1e-5)
+    assert min(reported[0]) > 1
     # Tokens of experts are whole numbers, over micro-batches and ranks alike: two experts a token and layer.
     counted = [metrics(folder, "experts") for folder in (one, runs.folder / "two")]
     assert [event["tokens"] for event in counted[1]] == [event["tokens"] for event in counted[0]]
@@ -64,9 +64,9 @@ def test_the_loss_evens_what_it_is_of(runs, metrics):
     last: dict[float, float] = {}
     for weight in (1000, 1e-6):
         folder = runs.done(f"at {weight}", *said, f"train.router_aux_loss_coef={weight}")
-        told = [step["router_aux_loss"] for step in metrics(folder, "step")]
-        assert told[0] > 2.2
-        last[weight] = told[-1]
+        reported = [step["router_aux_loss"] for step in metrics(folder, "step")]
+        assert reported[0] > 2.2
+        last[weight] = reported[-1]
     assert last[1000] < 2.02 < 2.06 < last[1e-6]
 
 
@@ -85,7 +85,7 @@ def test_it_is_refused_where_it_cannot_be_computed(runs, overrides: tuple[str, .
 
 def test_a_configuration_that_asks_for_it_gets_it(runs):
     asks = MIXTURE.replace("}", ", output_router_logits: true, router_aux_loss_coef: 0.02}")
-    told = runs.run("run", asks, "--dry-run")
-    assert told.code == 0, told.err
-    said = " ".join(told.out.split())
+    reported = runs.run("run", asks, "--dry-run")
+    assert reported.code == 0, reported.err
+    said = " ".join(reported.out.split())
     assert "router_balance_loss 0.02 the model's own weight" in said

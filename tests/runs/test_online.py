@@ -65,8 +65,8 @@ def assert_same_curve(one: list[dict], other: list[dict]) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_tells_rewards_and_shows_completions(method: str, tmp_path: Path, cache: Path):
-    told = run(tmp_path, method, cache)
-    for line in steps(told):
+    reported = run(tmp_path, method, cache)
+    for line in steps(reported):
         assert math.isfinite(line["loss"])
         assert line["grad_norm"] > 0
         assert line["reward"] == pytest.approx(line["rewards/has_k"] + 0.5 * line["rewards/short"], abs=1e-6)
@@ -75,10 +75,10 @@ def test_a_run_tells_rewards_and_shows_completions(method: str, tmp_path: Path, 
         # One update a rollout by the sampler's own weights: nothing is clipped, nothing mismatched.
         assert line["clip_high"] == line["clip_low"] == 0
         assert line["mismatch/max"] < 1e-4
-    held_out = [line for line in told if line["kind"] == "eval"]
+    held_out = [line for line in reported if line["kind"] == "eval"]
     assert [line["step"] for line in held_out] == [2, 4]
     assert held_out[0]["loss"] == pytest.approx(-held_out[0]["reward"])
-    assert ("kl" in steps(told)[-1]) == (method == "rloo")
+    assert ("kl" in steps(reported)[-1]) == (method == "rloo")
     shown = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
     assert [line["step"] for line in shown] == sorted([1, 2, 3, 4] * 4)
     assert shown[0]["rewards"].keys() == {"has_k", "short"}
@@ -192,22 +192,22 @@ def test_a_run_that_goes_on_in_the_middle_of_a_rollout_is_the_run_that_was_never
 
 
 def test_a_rollout_is_trained_on_as_often_as_asked(tmp_path: Path, cache: Path):
-    """Two steps of each of two updates: a new rollout every fourth step, whose facts are told once."""
-    told = steps(run(tmp_path, "grpo", cache, *WINDOW))
-    assert ["reward" in line for line in told] == [True, False, False, False] * 2
+    """Two steps of each of two updates: a new rollout every fourth step, whose facts are reported once."""
+    reported = steps(run(tmp_path, "grpo", cache, *WINDOW))
+    assert ["reward" in line for line in reported] == [True, False, False, False] * 2
     # In the second update the policy has moved: ratios differ from 1.
-    assert told[0]["ratio"] == pytest.approx(1, abs=1e-5)
-    assert abs(told[2]["ratio"] - 1) > 1e-4
+    assert reported[0]["ratio"] == pytest.approx(1, abs=1e-5)
+    assert abs(reported[2]["ratio"] - 1) > 1e-4
 
 
 def test_the_adapter_learns_and_the_weights_below_it_stay(tmp_path: Path, cache: Path):
     """Defects C3 and C4 of TRL 1.16: merging into the base at each rollout, and casting it, moved it."""
     given = ("model.adapter={kind: lora, r: 4}", "grpo.beta=0.1", "save.every_steps=4")
-    told = run(tmp_path, "grpo", cache, *given)
+    reported = run(tmp_path, "grpo", cache, *given)
     assert read_plan(tmp_path / "run" / "plan.json").settings.reference == "adapter_off"
     # At the first step policy and reference are one: B is zero.
-    assert steps(told)[0]["kl"] == pytest.approx(0, abs=1e-6)
-    assert steps(told)[-1]["kl"] > 0
+    assert steps(reported)[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert steps(reported)[-1]["kl"] > 0
     held = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
     assert all(tensor.dtype == torch.float32 for tensor in held.values())
     assert any(tensor.abs().sum() > 0 for name, tensor in held.items() if "lora_B" in name)
@@ -216,8 +216,8 @@ def test_the_adapter_learns_and_the_weights_below_it_stay(tmp_path: Path, cache:
 def test_the_reward_rises_where_it_is_easy(tmp_path: Path, cache: Path):
     """Short completions are reached by ending early: 20 steps are enough to see it."""
     given = ("rewards.functions.0.weight=0", "train.max_steps=20", "save.every_steps=20", "optim.lr=2e-2")
-    told = steps(run(tmp_path, "rloo", cache, *given, "rloo.beta=0", "optim.schedule=constant"))
-    first, last = (sum(line["reward"] for line in part) / 5 for part in (told[:5], told[-5:]))
+    reported = steps(run(tmp_path, "rloo", cache, *given, "rloo.beta=0", "optim.schedule=constant"))
+    first, last = (sum(line["reward"] for line in part) / 5 for part in (reported[:5], reported[-5:]))
     assert last > first + 0.05
 
 
@@ -255,7 +255,7 @@ def test_a_recipe_that_cannot_be_meant_is_refused(
     assert words in caught.value.text()
 
 
-def test_a_reward_that_cannot_be_called_is_told_with_its_line_before_anything_is_loaded(
+def test_a_reward_that_cannot_be_called_is_reported_with_its_line_before_anything_is_loaded(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("memtrain.cli.launch.local.start", lambda *given, **named: pytest.fail("started"))

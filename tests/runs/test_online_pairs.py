@@ -61,25 +61,25 @@ def plain_run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 def test_online_dpo_begins_at_log_2_and_tells_its_pairs(plain_run: Callable[[str], list[dict]]):
     """Policy and reference are one at first: each pair's loss is log 2, and nothing else is in the mean."""
-    told = plain_run("online_dpo")
-    first = steps(told)[0]
+    reported = plain_run("online_dpo")
+    first = steps(reported)[0]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert first["pairs"] == pytest.approx(4 * (1 - first["zero_std_groups"]))
     assert first["completions_trained"] == pytest.approx(first["pairs"] * 2 / 16)
     assert first["pairs/margin"] == pytest.approx(0, abs=1e-4)
-    assert steps(told)[-1]["pairs/margin"] != 0
-    assert [line["step"] for line in told if line["kind"] == "eval"] == [2, 4]
+    assert steps(reported)[-1]["pairs/margin"] != 0
+    assert [line["step"] for line in reported if line["kind"] == "eval"] == [2, 4]
 
 
 def test_ppo_tells_its_values_and_saves_its_value_model(tmp_path: Path, cache: Path):
-    told = run(tmp_path, "ppo", cache)
-    first = steps(told)[0]
+    reported = run(tmp_path, "ppo", cache)
+    first = steps(reported)[0]
     # The value head begins at 0, and policy and reference are one.
     assert first["value/mean"] == 0
     assert first["kl"] == pytest.approx(0, abs=1e-5)
     assert first["beta"] == 0.05
-    assert ["reward" in line for line in steps(told)] == [True, False, False, False]
-    assert abs(steps(told)[3]["ratio"] - 1) > 1e-4
+    assert ["reward" in line for line in steps(reported)] == [True, False, False, False]
+    assert abs(steps(reported)[3]["ratio"] - 1) > 1e-4
     head = load_file(tmp_path / "run" / "final" / "value_head.safetensors")
     assert head["weight"].shape == (1, 32)
     assert head["weight"].abs().sum() > 0
@@ -88,8 +88,8 @@ def test_ppo_tells_its_values_and_saves_its_value_model(tmp_path: Path, cache: P
 def test_a_value_model_of_its_own_leaves_the_policys_trunk_alone(tmp_path: Path, cache: Path):
     """With advantages of 0 (no reward, no KL term) only the value model could move, and it is right at 0."""
     given = (*OWN_VALUE, "ppo.beta=0", "rewards.functions.0.weight=1e-30", "ppo.normalise_advantages=false")
-    told = run(tmp_path, "ppo", cache, *given, "train.max_steps=2")
-    assert all(line["grad_norm"] < 1e-6 for line in steps(told))
+    reported = run(tmp_path, "ppo", cache, *given, "train.max_steps=2")
+    assert all(line["grad_norm"] < 1e-6 for line in steps(reported))
     assert read_plan(tmp_path / "run" / "plan.json").settings.value == "own"
     assert (tmp_path / "run" / "final" / "value" / "model.safetensors").is_file()
 
@@ -215,9 +215,9 @@ def test_a_pairwise_judge_chooses_as_the_reward_of_its_order_does(tmp_path: Path
 def test_a_judge_that_likes_the_first_helps_nobody_when_asked_both_ways(tmp_path: Path, cache: Path):
     judge = f'{{function: "{cache / "rewards.py"}:first", pairwise: true, both_orders: true}}'
     given = (f"rewards={{functions: [{judge}]}}", "data.eval_fraction=0", "eval.every_steps=null")
-    told = steps(run(tmp_path, "online_dpo", cache, *given, "train.max_steps=2"))
-    assert [line["zero_std_groups"] for line in told] == [1.0, 1.0]
-    assert [line["grad_norm"] for line in told] == [0.0, 0.0]
+    reported = steps(run(tmp_path, "online_dpo", cache, *given, "train.max_steps=2"))
+    assert [line["zero_std_groups"] for line in reported] == [1.0, 1.0]
+    assert [line["grad_norm"] for line in reported] == [0.0, 0.0]
 
 
 def test_a_judge_that_gives_no_verdict_that_is_one_ends_the_run_in_words(tmp_path: Path, cache: Path):
@@ -248,8 +248,8 @@ def test_a_recipe_that_cannot_be_meant_is_refused(
 
 
 def test_one_completion_a_prompt_is_enough_for_ppo(tmp_path: Path, cache: Path):
-    told = steps(run(tmp_path, "ppo", cache, "generate.num_generations=1", "train.max_steps=2"))
-    assert told[0]["reward_std"] > 0
+    reported = steps(run(tmp_path, "ppo", cache, "generate.num_generations=1", "train.max_steps=2"))
+    assert reported[0]["reward_std"] > 0
 
 
 @pytest.mark.slow
@@ -268,11 +268,13 @@ def test_a_value_model_of_its_own_needs_what_was_predicted(tmp_path: Path, cache
     )
     needs: dict[str, dict[str, tuple[int, int]]] = {}
     for value in ("shared", "own"):
-        told = run(tmp_path, "ppo", cache, *given, f"ppo.value={value}", "data.eval_fraction=0", name=value)
+        reported = run(
+            tmp_path, "ppo", cache, *given, f"ppo.value={value}", "data.eval_fraction=0", name=value
+        )
         predicted = {
             one.phase: one.num_bytes for one in read_plan(tmp_path / value / "plan.json").prediction.phases
         }
-        measured = {line["phase"]: line["allocated"] for line in told if line["kind"] == "memory"}
+        measured = {line["phase"]: line["allocated"] for line in reported if line["kind"] == "memory"}
         needs[value] = {phase: (predicted[phase], measured[phase]) for phase in ("steady step", "saving")}
         predicted_step, measured_step = needs[value]["steady step"]
         assert measured_step <= predicted_step <= 1.2 * measured_step
@@ -288,8 +290,8 @@ def test_a_value_model_of_its_own_needs_what_was_predicted(tmp_path: Path, cache
 def test_ppo_learns_to_be_short(value: str, tmp_path: Path, cache: Path):
     """Short completions are reached by ending early; 25 rollouts are enough to see it."""
     given = (f"ppo.value={value}", "ppo.beta=0", "train.max_steps=50", "ppo.updates_per_rollout=2")
-    told = run(tmp_path, "ppo", cache, *given, "save.every_steps=50", "optim.schedule=constant")
-    rewards = [line["reward"] for line in steps(told) if "reward" in line]
+    reported = run(tmp_path, "ppo", cache, *given, "save.every_steps=50", "optim.schedule=constant")
+    rewards = [line["reward"] for line in steps(reported) if "reward" in line]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
 
 
@@ -308,9 +310,9 @@ def test_a_reward_model_judges_and_is_counted_in_the_plan(tmp_path: Path, cache:
     judge.save_pretrained(tmp_path / "judge")
     tokenizer.save_pretrained(tmp_path / "judge")
     given = f"rewards={{functions: [{{model: {tmp_path / 'judge'}}}]}}"
-    told = run(tmp_path, "online_dpo", cache, given, "train.max_steps=2", "eval.every_steps=null")
-    assert steps(told)[0]["rewards/judge"] == pytest.approx(steps(told)[0]["reward"])
-    assert steps(told)[0]["pairs"] == 4
+    reported = run(tmp_path, "online_dpo", cache, given, "train.max_steps=2", "eval.every_steps=null")
+    assert steps(reported)[0]["rewards/judge"] == pytest.approx(steps(reported)[0]["reward"])
+    assert steps(reported)[0]["pairs"] == 4
     owners = {
         one.owner: one.num_bytes for one in read_plan(tmp_path / "run" / "plan.json").prediction.peak.owners
     }

@@ -35,9 +35,9 @@ def assert_two_are_one(runs, metrics, method: str, *overrides: str, steps: int) 
         assert len(found) == len(wanted) == count
         for line, expected in zip(found, wanted, strict=True):
             names = ["loss", *(name for name in SUMS if name in expected)]
-            told = {name: line[name] for name in names}
+            reported = {name: line[name] for name in names}
             # Sums are taken in another order; the steps of AdamW make more of it.
-            assert told == pytest.approx({name: expected[name] for name in names}, rel=1e-3, abs=2e-5)
+            assert reported == pytest.approx({name: expected[name] for name in names}, rel=1e-3, abs=2e-5)
 
 
 def test_kto_on_two_ranks_is_kto_on_one(runs, metrics):

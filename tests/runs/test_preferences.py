@@ -45,20 +45,20 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def losses(told: list[dict], kind: str = "step") -> list[float]:
-    return [line["loss"] for line in told if line["kind"] == kind]
+def losses(reported: list[dict], kind: str = "step") -> list[float]:
+    return [line["loss"] for line in reported if line["kind"] == kind]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_begins_where_the_formula_says_and_learns(method: str, tmp_path: Path, cache: Path):
     """Policy and reference are equal at first: margins and gains are 0. A reward head is random."""
-    told = run(tmp_path, method, cache)
+    reported = run(tmp_path, method, cache)
     first = {"dpo": math.log(2), "kto": 0.5}.get(method)
-    assert losses(told)[0] == pytest.approx(first, abs=1e-4) if first else losses(told)[0] < 1
-    assert all(math.isfinite(loss) for loss in losses(told))
+    assert losses(reported)[0] == pytest.approx(first, abs=1e-4) if first else losses(reported)[0] < 1
+    assert all(math.isfinite(loss) for loss in losses(reported))
     if method != "kto":  # whose loss follows the verdicts of the rows at hand
-        assert losses(told)[-1] < losses(told)[0]
-    held_out = [line for line in told if line["kind"] == "eval"]
+        assert losses(reported)[-1] < losses(reported)[0]
+    held_out = [line for line in reported if line["kind"] == "eval"]
     assert [line["step"] for line in held_out] == [3, 6]
     assert "rewards/margins" in held_out[0]
     assert ("calibration" in held_out[0]) == (method == "reward")
@@ -128,7 +128,7 @@ def test_a_reference_free_loss_has_no_reference(tmp_path: Path, cache: Path):
         ('{"chosen": [{"role": "user", "content": "a"}], "rejected": "b"}', "rejected"),
     ],
 )
-def test_a_wrong_pair_is_told_with_its_line(row: str, words: str, tmp_path: Path, cache: Path):
+def test_a_wrong_pair_is_reported_with_its_line(row: str, words: str, tmp_path: Path, cache: Path):
     good = '{"prompt": "a", "chosen": "b", "rejected": "c"}'
     (tmp_path / "pairs.jsonl").write_text(f"{good}\n{row}\n")
     recipe = written(tmp_path, "dpo", cache)
@@ -153,8 +153,8 @@ def test_a_window_shorter_than_a_row_shares_prompts_all_the_same(tmp_path: Path,
         "{model_type: mistral, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,"
         " sliding_window: 64, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}"
     )
-    told = run(tmp_path, "dpo", cache, f"model.config={model}", "train.max_steps=2")
-    assert losses(told)[0] == pytest.approx(math.log(2), abs=1e-4)
+    reported = run(tmp_path, "dpo", cache, f"model.config={model}", "train.max_steps=2")
+    assert losses(reported)[0] == pytest.approx(math.log(2), abs=1e-4)
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["settings"]["shared_prompts"]
 
@@ -172,28 +172,28 @@ def test_kto_takes_pairs_apart(tmp_path: Path, cache: Path):
     rows = [f'{{"prompt": "{n} pens:", "chosen": " {n}", "rejected": " no"}}' for n in range(8)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
     overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.eval_fraction=0", "eval.every_steps=null"]
-    told = run(tmp_path, "kto", cache, *overrides, "train.max_steps=2", "length.group_prompts=true")
-    assert next(line for line in told if line["kind"] == "data")["rows"] == 16
-    assert [line["rewards/desirable_share"] for line in told if line["kind"] == "step"] == [0.5, 0.5]
+    reported = run(tmp_path, "kto", cache, *overrides, "train.max_steps=2", "length.group_prompts=true")
+    assert next(line for line in reported if line["kind"] == "data")["rows"] == 16
+    assert [line["rewards/desirable_share"] for line in reported if line["kind"] == "step"] == [0.5, 0.5]
 
 
 def test_kto_is_tried_before_it_starts_with_a_reference_that_was_asked_before(tmp_path: Path, cache: Path):
     """The heaviest held-out rows alone are no step: the reference was asked for none of their mixed pairs."""
-    told = run(
+    reported = run(
         tmp_path, "kto", cache, "memory.preflight=on", "memory.use=precomputed_reference", "train.max_steps=2"
     )
-    phases = {line["phase"] for line in told if line["kind"] == "memory"}
+    phases = {line["phase"] for line in reported if line["kind"] == "memory"}
     assert "dry run: evaluation" in phases
-    assert len(losses(told)) == 2
+    assert len(losses(reported)) == 2
 
 
 def test_ktos_heaviest_rows_are_tried_though_no_step_mixes_them(tmp_path: Path, cache: Path):
     """Three steps never mix the heaviest rows: the reference was not asked for their mixed pairs."""
     overrides = ["train.max_steps=3", "eval.every_steps=null", "memory.preflight=on", "cluster.threads=1"]
     run_recipe("kto", "smoke/kto", [*overrides, f"data.cache_dir={cache}"], run_dir=str(tmp_path / "run"))
-    told = lines(tmp_path / "run")
-    assert "dry run: steady step" in {line["phase"] for line in told if line["kind"] == "memory"}
-    assert len(losses(told)) == 3
+    reported = lines(tmp_path / "run")
+    assert "dry run: steady step" in {line["phase"] for line in reported if line["kind"] == "memory"}
+    assert len(losses(reported)) == 3
 
 
 def test_conversations_with_a_common_beginning_are_pairs(tmp_path: Path, cache: Path):
@@ -206,19 +206,19 @@ def test_conversations_with_a_common_beginning_are_pairs(tmp_path: Path, cache: 
     row = json.dumps({"chosen": conversation("4"), "rejected": conversation("five"), "margin": 0.5})
     (tmp_path / "pairs.jsonl").write_text(f"{row}\n" * 8)
     overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.eval_fraction=0", "eval.every_steps=null"]
-    told = run(tmp_path, "reward", cache, *overrides, "train.max_steps=2")
-    assert next(line for line in told if line["kind"] == "data")["rows_dropped"] == 0
+    reported = run(tmp_path, "reward", cache, *overrides, "train.max_steps=2")
+    assert next(line for line in reported if line["kind"] == "data")["rows_dropped"] == 0
 
 
-def test_what_is_cut_is_told_for_chosen_and_rejected_answers(
+def test_what_is_cut_is_reported_for_chosen_and_rejected_answers(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ):
     """The rejected answers lose their ends; in the plan, the metrics and the report."""
     row = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c " * 60})
     (tmp_path / "pairs.jsonl").write_text(f"{row}\n" * 8)
     overrides = [f"data.train={tmp_path}/pairs.jsonl", "data.eval_fraction=0", "eval.every_steps=null"]
-    told = run(tmp_path, "dpo", cache, *overrides, "length.max_length=40", "train.max_steps=1")
-    data = next(line for line in told if line["kind"] == "data")
+    reported = run(tmp_path, "dpo", cache, *overrides, "length.max_length=40", "train.max_steps=1")
+    data = next(line for line in reported if line["kind"] == "data")
     assert data["loss_tokens_cut_by_answer"] == [0, data["loss_tokens_cut"]]
     words = f": 0 of chosen, {data['loss_tokens_cut']} of rejected answers"
     printed = " ".join(capsys.readouterr().out.split())
@@ -233,13 +233,13 @@ def test_what_is_cut_is_told_for_chosen_and_rejected_answers(
         ("length.truncation=keep_start", "no loss token is within 8 tokens"),
     ],
 )
-def test_a_length_that_leaves_no_row_is_told(override: str, words: str, tmp_path: Path, cache: Path):
+def test_a_length_that_leaves_no_row_is_reported(override: str, words: str, tmp_path: Path, cache: Path):
     with pytest.raises(DataError, match="none of 32 rows is left") as caught:
         run(tmp_path, "dpo", cache, "length.max_length=8", override)
     assert words in caught.value.text()
 
 
-def test_a_length_that_leaves_no_held_out_row_is_told_before_training(tmp_path: Path, cache: Path):
+def test_a_length_that_leaves_no_held_out_row_is_reported_before_training(tmp_path: Path, cache: Path):
     rows = [{"prompt": "How many?", "chosen": " one" * 80, "rejected": " two" * 80} for _ in range(3)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["data.eval_fraction=0", f"data.eval={tmp_path / 'long.jsonl'}", "length.truncation=drop"]
@@ -255,8 +255,10 @@ def test_the_smoke_recipe_trains(method: str, tmp_path: Path, cache: Path):
 
 
 def test_a_reference_held_beside_the_policy_is_predicted_and_measured(tmp_path: Path, cache: Path):
-    told = run(tmp_path, "dpo", cache, "dpo.reference=copy", "train.max_steps=1")
-    measured = next(one["allocated"] for one in told if one["kind"] == "memory" and one["phase"] == "load")
+    reported = run(tmp_path, "dpo", cache, "dpo.reference=copy", "train.max_steps=1")
+    measured = next(
+        one["allocated"] for one in reported if one["kind"] == "memory" and one["phase"] == "load"
+    )
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     load = next(phase for phase in plan["prediction"]["phases"] if phase["phase"] == "load")
     owners = {one["owner"]: one["num_bytes"] for one in load["owners"]}
@@ -281,7 +283,7 @@ def test_the_predicted_peak_is_the_measured_one(
     """Rows that are all the same leave no doubt which micro-batch is heaviest."""
     row = {"prompt": PAIR["prompt"], "completion": PAIR["chosen"], "label": True} if method == "kto" else PAIR
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
-    told = run(
+    reported = run(
         tmp_path,
         method,
         cache,
@@ -296,7 +298,7 @@ def test_the_predicted_peak_is_the_measured_one(
         "model.config.num_hidden_layers=3",
         *forms,
     )
-    measured = next(one for one in told if one["kind"] == "memory" and one["phase"] == "steady step")[
+    measured = next(one for one in reported if one["kind"] == "memory" and one["phase"] == "steady step")[
         "allocated"
     ]
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())

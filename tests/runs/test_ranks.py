@@ -127,7 +127,7 @@ def test_the_rank_that_failed_first_is_named_with_its_own_kind(runs, monkeypatch
     assert error.text() == "error: rank 1: row 7 is gone\n   at: rows.jsonl:7\n  try: bring it back"
 
 
-def test_what_all_ranks_meet_is_told_without_a_rank(runs):
+def test_what_all_ranks_meet_is_reported_without_a_rank(runs):
     ranks = runs.fork_ranks("run", 2, "optim.lr=1e38", "optim.max_grad_norm=null")
     assert [rank.wait() for rank in ranks] == [8, 8]
     error = root_fault(RunFolder(runs.folder / "run"), 2)

@@ -182,7 +182,7 @@ def test_what_was_learned_outlives_the_process(runs, monkeypatch):
     assert losses(folder)[-2:] == losses(whole)[-2:]
 
 
-def test_when_nothing_helps_the_last_whole_step_is_saved_and_the_ways_out_are_told(runs, monkeypatch):
+def test_when_nothing_helps_the_last_whole_step_is_saved_and_the_ways_out_are_reported(runs, monkeypatch):
     breaker = break_at(monkeypatch, *range(2000, 10**5))
     ended = runs.run("broken", *SMALL, "train.max_steps=40")
     assert ended.code == 7, ended.err

@@ -125,7 +125,7 @@ def test_a_peak_above_the_budget_of_the_recipe_is_refused(runs, monkeypatch):
     assert "needs 64.00 GiB, and memory.budget is 8.00 GiB" in ended.err
 
 
-def test_a_disk_without_room_for_the_checkpoints_is_told_before_the_first_step(runs, monkeypatch):
+def test_a_disk_without_room_for_the_checkpoints_is_reported_before_the_first_step(runs, monkeypatch):
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     ended = runs.run("run", *SMALL, "memory.preflight=on")

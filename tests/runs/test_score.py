@@ -153,7 +153,7 @@ def test_scores_of_final_are_the_same_where_the_tokenizer_pads_with_its_end_toke
     assert batch == pytest.approx(alone, abs=1e-5)
 
 
-def test_scores_that_are_read_elsewhere_are_told(
+def test_scores_that_are_read_elsewhere_are_reported(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """As if the padding token were left as it was."""
@@ -235,7 +235,7 @@ def test_an_adapter_of_a_language_model_scores_nothing(folder: Path):
     assert "no weights for score.weight" in caught.value.text()
 
 
-def test_a_run_without_a_model_is_told(folder: Path):
+def test_a_run_without_a_model_is_reported(folder: Path):
     (folder / "begun").mkdir()
     (folder / "begun" / "plan.json").write_text("{}")
     with pytest.raises(LaunchError) as caught:

@@ -84,7 +84,7 @@ def test_a_run_folder_has_everything(runs):
     assert again.code == 0, again.err
 
 
-def test_transformers_loads_the_model_and_finds_the_loss_that_was_told(runs, metrics, tmp_path: Path):
+def test_transformers_loads_the_model_and_finds_the_loss_that_was_reported(runs, metrics, tmp_path: Path):
     """An independent slow form: the held-out rows one by one, unpadded, through the model's own logits."""
     jsonl(tmp_path / "train.jsonl", 24)
     rows = jsonl(tmp_path / "eval.jsonl", 6, begin=5)
@@ -97,8 +97,8 @@ def test_transformers_loads_the_model_and_finds_the_loss_that_was_told(runs, met
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "final")
     tokenizer = AutoTokenizer.from_pretrained(folder / "final")
-    told = metrics(folder, "eval")[-1]
-    assert told["loss"] == pytest.approx(held_out_loss(model, tokenizer, rows), abs=2e-6)
+    reported = metrics(folder, "eval")[-1]
+    assert reported["loss"] == pytest.approx(held_out_loss(model, tokenizer, rows), abs=2e-6)
     saved = load_state(folder / "checkpoints" / "step-000006" / "weights")
     linked = folder / "checkpoints" / "step-000006" / "weights.safetensors"
     assert linked.samefile(folder / "final" / "model.safetensors")
@@ -127,8 +127,8 @@ def test_an_adapter_is_saved_as_one_and_peft_loads_it(runs, metrics, tmp_path: P
     assert any(weight.abs().sum() > 0 for name, weight in saved.items() if "lora_B" in name)
     model = AutoPeftModelForCausalLM.from_pretrained(folder / "final").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "final")
-    told = metrics(folder, "eval")[-1]
-    assert told["loss"] == pytest.approx(held_out_loss(model, tokenizer, rows), abs=2e-6)
+    reported = metrics(folder, "eval")[-1]
+    assert reported["loss"] == pytest.approx(held_out_loss(model, tokenizer, rows), abs=2e-6)
 
 
 def test_a_dry_run_starts_nothing_and_its_script_does(runs, curve_of):
@@ -205,7 +205,7 @@ def test_the_best_weights_are_kept_though_no_checkpoint_is_due(runs, metrics):
     assert metrics(folder, "final")[-1]["best_step"] == best
 
 
-def test_a_family_that_transformers_does_not_know_is_told_with_those_near(runs):
+def test_a_family_that_transformers_does_not_know_is_reported_with_those_near(runs):
     ended = runs.run("run", "model.config={model_type: lama}")
     assert ended.code == 5
     assert ended.err.startswith("error: model.config: transformers has no model_type lama; near it are llama")

@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 
 def status(folder: Path) -> tuple[str, int]:
-    told = json.loads((folder / "status.json").read_text())
-    return told["state"], told["step"]
+    reported = json.loads((folder / "status.json").read_text())
+    return reported["state"], reported["step"]
 
 
 def notes(folder: Path) -> list[str]:
@@ -45,9 +45,9 @@ def test_a_job_runs_to_its_end_on_two_nodes(cluster, whole, curve_of):
     shown = whole.show()
     assert (shown["NodeList"], shown["ExitCode"], shown["Restarts"]) == ("n[1-2]", "0:0", "0")
     assert [line[0] for line in curve_of(whole.folder)] == list(range(1, 201))
-    told = cluster.memtrain("status", str(whole.folder)).stdout
-    assert "200 of 200" in told
-    assert "COMPLETED, on n[1-2]" in told
+    reported = cluster.memtrain("status", str(whole.folder)).stdout
+    assert "200 of 200" in reported
+    assert "COMPLETED, on n[1-2]" in reported
     assert "step 200/200" in cluster.memtrain("logs", str(whole.folder)).stdout
     again = cluster.memtrain("slurm", str(cluster.recipe), "--run-dir", str(whole.folder), "--submit")
     assert again.stdout.startswith("Every run of this job is finished")
@@ -197,5 +197,5 @@ def test_an_array_trains_each_seed_and_one_of_them_may_be_queued_again(cluster, 
         words = ("--run-dir", str(alone), f"train.seed={seed}")
         assert cluster.memtrain("sft", str(cluster.recipe), *words).returncode == 0
         assert found == curve_of(alone)
-    told = cluster.memtrain("status", str(array.folder)).stdout
-    assert told.count("200 of 200") == 3
+    reported = cluster.memtrain("status", str(array.folder)).stdout
+    assert reported.count("200 of 200") == 3

@@ -132,17 +132,19 @@ class Case:
         taught = teacher_load(self.settings, shape, self.recipe.taught, teacher, batch)
         batch = batch._replace(teacher=taught)
         load = Workload(self.settings, shape, batch)
-        told = estimate(self.settings, shape, batch, accumulates=self.num_micro_batches > 1)
-        told = with_beside(told, load, kept_bytes(load), self.rewards)
+        reported = estimate(self.settings, shape, batch, accumulates=self.num_micro_batches > 1)
+        reported = with_beside(reported, load, kept_bytes(load), self.rewards)
         if uses_zero(self.settings):
             # What is gathered to be written is not part of a step.
-            told = told.model_copy(update={"phases": tuple(p for p in told.phases if p.phase != "saving")})
+            reported = reported.model_copy(
+                update={"phases": tuple(p for p in reported.phases if p.phase != "saving")}
+            )
         if not self.rewards:
-            return told
-        resting = {one.owner: one.num_bytes for one in told.phases[-1].owners}
+            return reported
+        resting = {one.owner: one.num_bytes for one in reported.phases[-1].owners}
         reading = reward_scoring_bytes(self.settings, self.rewards, LONGEST)
         judging = phase_peak("rewards", resting | {"activations": reading})
-        return told.model_copy(update={"phases": (*told.phases, judging)})
+        return reported.model_copy(update={"phases": (*reported.phases, judging)})
 
     @property
     def recipe(self):
@@ -471,7 +473,7 @@ def has_liger():
 
 @contextmanager
 def on_a_cpu(job):
-    """Liger's kernels are not launched inside, and no one is told of a GPU: so that tensors with data can be
+    """Liger's kernels are not launched inside, and no one is shown a GPU: so that tensors with data can be
     counted in the same step. What is computed is meaningless, and weighs as much."""
     if not uses_liger(job.settings):
         yield

@@ -12,7 +12,7 @@ from first_light.bench import Bench
 STEPS = 3
 CLOSE = 2e-2
 """Largest difference of losses in bfloat16 that rounding explains over three steps; what is bit for bit is
-told apart by `is_equal`. Taste."""
+distinguished by `is_equal`. Taste."""
 
 
 def losses_of(bench: Bench, overrides: Sequence[str]) -> tuple[list[float], list[str]]:

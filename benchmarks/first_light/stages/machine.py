@@ -71,8 +71,8 @@ def _smi() -> str:
     if program is None:
         return ""
     query = "--query-gpu=name,driver_version,memory.total,memory.used,clocks.sm,power.limit,compute_cap"
-    told = subprocess.run([program, query, "--format=csv"], capture_output=True, text=True, check=False)
-    return told.stdout.strip()
+    reported = subprocess.run([program, query, "--format=csv"], capture_output=True, text=True, check=False)
+    return reported.stdout.strip()
 
 
 def _version(name: str) -> str:

@@ -50,7 +50,7 @@ def against_trl(bench: Bench, size: str, overrides: list[str]) -> dict[str, Any]
     file = bench.work / "trl-job.json"
     file.write_text(json.dumps(job))
     found = in_turns(file, bench.work)
-    return told(found)
+    return reported(found)
 
 
 def in_turns(job: Path, work: Path) -> dict[str, list[dict[str, Any]]]:
@@ -98,7 +98,7 @@ class _Side:
         self.process.wait()
 
 
-def told(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+def reported(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """Medians and ratios; the first round of each side is left out."""
     ours, theirs = ([one["tokens"] / one["seconds"] for one in found[name][1:]] for name in SIDES)
     ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))

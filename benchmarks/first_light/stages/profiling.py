@@ -33,7 +33,7 @@ def kernels(bench: Bench, size: str, tokens: int, overrides: list[str]) -> dict[
         stepped = stepper.step(2)
         bench.device.wait()
     wall_s = time.perf_counter() - began
-    found = told(profile.events() or [], on_device=bench.device.is_cuda)
+    found = reported(profile.events() or [], on_device=bench.device.is_cuda)
     num_micro_batches = max(1, len(stepper.work(2).micro_batches))
     busy = found["busy_s"]
     idle = 1 - busy / stepped.seconds if bench.device.is_cuda else None
@@ -48,7 +48,7 @@ def kernels(bench: Bench, size: str, tokens: int, overrides: list[str]) -> dict[
     }
 
 
-def told(events: Iterable[Any], *, on_device: bool) -> dict[str, Any]:
+def reported(events: Iterable[Any], *, on_device: bool) -> dict[str, Any]:
     """Kernels by name with their time, how many there are, and the time in which any runs."""
     from torch.autograd import DeviceType
 

@@ -1,6 +1,6 @@
 """Completions that share a long prompt: GRPO on prompts of 3,100 tokens, the prompt once and for each.
 
-Held beside the table of trl's pull request 3837 (k = 2, 4, 8), whose model and card are not told there.
+Held beside the table of trl's pull request 3837 (k = 2, 4, 8), whose model and card are not reported there.
 """
 
 from __future__ import annotations

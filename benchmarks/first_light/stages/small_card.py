@@ -8,7 +8,7 @@ from first_light.bench import Bench
 from first_light.stages.steps import measured_steps
 
 MARGIN = 1.1
-"""Past the longest row that is said to fit, so much longer: it need not fit, and is told."""
+"""Past the longest row that is said to fit, so much longer: it need not fit, and is reported."""
 
 
 def under_a_fraction(
@@ -73,6 +73,6 @@ def solved(recipe: str, overrides: list[str]) -> int:
     import sys
 
     words = [sys.executable, "-m", "memtrain", "plan", recipe, *overrides, "--solve", "max_length", "--json"]
-    told = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr.strip().splitlines()[:3]
-    return int(json.loads(told.stdout)["value"])
+    reported = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert reported.returncode == 0, reported.stderr.strip().splitlines()[:3]
+    return int(json.loads(reported.stdout)["value"])

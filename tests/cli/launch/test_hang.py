@@ -1,4 +1,4 @@
-"""Ranks without a sign of life: told, ended once they were asked to stop, with or without a launcher."""
+"""Ranks without a sign of life: reported, ended once they were asked to stop, with or without a launcher."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def beat(folder: RunFolder, rank: int, count: int, place: str = "loop.py:7 (trai
     pulse_file(folder, rank).write_text(f"{count} {place}\n")
 
 
-def test_silence_is_told_once_with_the_line_of_every_rank(
+def test_silence_is_reported_once_with_the_line_of_every_rank(
     folder: RunFolder, watch: HangWatch, clock: Clock, capsys: pytest.CaptureFixture[str]
 ):
     beat(folder, 0, 1)

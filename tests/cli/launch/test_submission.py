@@ -1,4 +1,4 @@
-"""`memtrain slurm`, `status` and `logs` on a machine without SLURM: what is written, told and refused."""
+"""`memtrain slurm`, `status` and `logs` on a machine without SLURM: what is written, reported and refused."""
 
 from __future__ import annotations
 

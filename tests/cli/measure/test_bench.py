@@ -1,4 +1,4 @@
-"""`memtrain bench`: which variants are measured, and what is told of them."""
+"""`memtrain bench`: which variants are measured, and what is reported of them."""
 
 import json
 from collections.abc import Callable
@@ -97,8 +97,8 @@ def test_variants_take_turns_and_a_fault_is_a_row(
         asked.append(path.parent.name)
         if path.parent.name == "variant-0":
             return "out of memory"
-        told: dict[str, Any] = {"peak_bytes": 100, "reserved_bytes": 0, "rss_bytes": 7}
-        return told | {"tokens": 50, "seconds": 2.0, "losses": [1.0, 2.0], "heaviest": [1, 60, 50, 60]}
+        reported: dict[str, Any] = {"peak_bytes": 100, "reserved_bytes": 0, "rss_bytes": 7}
+        return reported | {"tokens": 50, "seconds": 2.0, "losses": [1.0, 2.0], "heaviest": [1, 60, 50, 60]}
 
     monkeypatch.setattr(benching, "measure_apart", measured)
     both = [Measured(variant(name, plan, facts)) for name in ("plain", "planned")]
@@ -108,8 +108,8 @@ def test_variants_take_turns_and_a_fault_is_a_row(
     assert (plain.peak_bytes, plain.fault) == (None, "out of memory")
     assert (planned.tokens_per_s, planned.tokens_per_s_all) == (25.0, (25.0, 25.0))
     assert (planned.loss_difference_first, planned.loss_difference) == (0.5, 0.5)
-    told = table([plain, planned], plain)
-    assert told[0][1] == "not measured"
+    reported = table([plain, planned], plain)
+    assert reported[0][1] == "not measured"
     html = page(Bench("r", "sft", "cpu", 1, 2, {"torch": "2"}, (plain, planned), (), ()))
     assert "out of memory" in html
     assert "http" not in html, "the page loads nothing"
@@ -124,10 +124,12 @@ def test_every_variant_is_predicted_for_what_is_measured(
     for one in waterfall(on_one_process(plan, steps=3), baseline_plan(on_one_process(plan, steps=3)), facts)[
         :2
     ]:
-        told = bench(one.plan, 1)
-        predicted = predicted_of(one, told.heaviest)
+        reported = bench(one.plan, 1)
+        predicted = predicted_of(one, reported.heaviest)
         # A bound of the data's heaviest micro-batch: of completions that may all be of full length.
-        assert 0.98 * told.peak_bytes < predicted < (1.3 if method == "grpo" else 1.12) * told.peak_bytes
+        assert (
+            0.98 * reported.peak_bytes < predicted < (1.3 if method == "grpo" else 1.12) * reported.peak_bytes
+        )
 
 
 @pytest.mark.slow
@@ -136,11 +138,11 @@ def test_a_recipe_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path.write_text(RECIPE.format(method="sft", folder=tmp_path, packing=", packing: bfd"))
     words = ["bench", str(path), "--ablate", "--steps", "1", "--repeats", "1", "--json"]
     assert run([*words, "--html", str(tmp_path / "bench.html")]) == 0
-    told = json.loads(capsys.readouterr().out)
-    rows = {one["name"]: one for one in told["rows"]}
+    reported = json.loads(capsys.readouterr().out)
+    rows = {one["name"]: one for one in reported["rows"]}
     planned = rows["+ boundary_offloading"]
     assert planned["peak_bytes"] < rows["plain"]["peak_bytes"]
     assert planned["loss_difference_first"] < 1e-5
     assert planned["tokens_per_s"] > 0
-    assert told["version"] == 1
+    assert reported["version"] == 1
     assert (tmp_path / "bench.html").read_text().startswith("<!doctype html>")

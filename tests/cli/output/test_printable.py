@@ -57,9 +57,9 @@ def test_names_of_a_data_file_reach_the_terminal_as_escapes(
     for row in ({ESCAPES: "a"}, {"text": "a b c", ESCAPES: "x"}):
         path.write_text(json.dumps(row) + "\n")
         main(["plan", str(recipe)])
-        told = capsys.readouterr()
-        assert "1b[2J" in told.out + told.err
-        assert not steers(told.out + told.err)
+        reported = capsys.readouterr()
+        assert "1b[2J" in reported.out + reported.err
+        assert not steers(reported.out + reported.err)
 
 
 def test_several_ways_out_are_a_line_each():

@@ -35,7 +35,7 @@ def axolotl(tmp_path: Path) -> str:
     return str(tmp_path / "run.yml")
 
 
-def test_the_owners_at_the_moment_of_the_death_are_told(axolotl: str):
+def test_the_owners_at_the_moment_of_the_death_are_reported(axolotl: str):
     """1,000 MiB are float32 logits of 2 rows x 4,096 tokens x 32,000 words: 8,192 x 32,000 x 4 bytes."""
     found = rescued(RescueQuestion(axolotl, LOGITS))
     assert found.held is not None
@@ -86,9 +86,9 @@ def test_other_processes_on_the_card_leave_less(axolotl: str):
     )
     found = rescued(RescueQuestion(axolotl, text))
     assert found.budget_bytes == pytest.approx(29.15 * 2**30, rel=1e-3)
-    told = " ".join(found.clues)
-    assert "Other processes hold 50.0" in told
-    assert "expandable_segments" in told
+    reported = " ".join(found.clues)
+    assert "Other processes hold 50.0" in reported
+    assert "expandable_segments" in reported
 
 
 def test_the_answer_is_one_page_and_one_json(axolotl: str):

@@ -85,7 +85,7 @@ def test_beside_a_gpu_the_copies_are_in_the_hosts_memory(make_settings, layout: 
     assert host_bytes(settings, SHAPE, BATCH, 10, prediction)[COPY] == 12 * WHOLE
 
 
-def test_a_host_that_the_copy_exhausts_is_told_with_the_way_out():
+def test_a_host_that_the_copy_exhausts_is_reported_with_the_way_out():
     hardware: Hardware = cpu(2**30, 1)
     refused = host_shortage({COPY: 2**31}, hardware)
     assert refused is not None

@@ -53,9 +53,9 @@ def test_rows_are_dealt_to_groups(ask: Ask, facts: PlannerInputs):
     line = next(one.reason for one in resolved.decisions if one.setting == "micro_batch")
     assert "16 rows = 2 groups of 2 processes x " in line
     assert "2 accumulation steps" in line
-    told = next(one for one in resolved.decisions if one.setting == "context_parallel")
-    assert told.source == "r.yaml:cluster.context_parallel"
-    assert "without" in told.reason
+    reported = next(one for one in resolved.decisions if one.setting == "context_parallel")
+    assert reported.source == "r.yaml:cluster.context_parallel"
+    assert "without" in reported.reason
 
 
 @pytest.mark.parametrize(

@@ -122,15 +122,15 @@ def test_prompts_with_the_answers_of_others_are_longer_in_an_evaluation():
     asked = plain._replace(most_answer=100)
     assert (asked.mismatched.tokens, asked.mismatched.longest) == (256 + 128 - 2, 156 + 100 - 1)
     assert plain.mismatched == plain
-    told, before = (
+    reported, before = (
         {
             one.phase: one.num_bytes
             for one in estimate(make(loss="chunked", loss_tile_bytes=1 << 20), LLAMA8, batch).phases
         }
         for batch in (asked, plain)
     )
-    assert told.pop("evaluation") > before.pop("evaluation")
-    assert told == before
+    assert reported.pop("evaluation") > before.pop("evaluation")
+    assert reported == before
 
 
 def test_every_communicator_is_counted():

@@ -46,12 +46,12 @@ def test_of_a_model_that_is_trained_whole_all_but_the_last_norm_is_away(offloade
     settings = offloaded(master_weights=True, in_backward=True)
     assert away(settings, shape) == (5 * 2 * LAYER, 2 * LAYER, 2 * 128 * 64, 2 * 128 * 64)
     assert device_bytes(settings, shape) == NUM_BUFFERS * 2 * LAYER
-    told = estimate(settings, shape, BATCH, accumulates=False)
-    saving = {owned.owner: owned.num_bytes for owned in told.phases[-1].owners}
+    reported = estimate(settings, shape, BATCH, accumulates=False)
+    saving = {owned.owner: owned.num_bytes for owned in reported.phases[-1].owners}
     assert saving["weights"] == 2 * 64
     assert saving["layer buffers"] == 2 * 2 * LAYER
     assert saving["optimizer"] + saving["master copies"] == 12 * 64
-    host = host_bytes(settings, shape, BATCH, 0, told)
+    host = host_bytes(settings, shape, BATCH, 0, reported)
     count = 5 * LAYER + 2 * 128 * 64
     assert host["weights"] == 2 * count
     assert host["states of the host's weights"] == 12 * count

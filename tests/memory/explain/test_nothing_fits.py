@@ -25,7 +25,7 @@ def facts(
 
 
 def ways(ask: Ask, known: PlannerInputs, **said: Any) -> tuple[str, list[str]]:
-    """(what does not fit, the ways out that are told)."""
+    """(what does not fit, the ways out that are reported)."""
     with pytest.raises(DoesNotFit) as caught:
         ask(known, **said)
     fault = caught.value.faults[0]
@@ -36,22 +36,22 @@ def test_seventy_billion_weights_in_full_on_one_card_have_three_ways_out(
     ask: Ask, facts_of: Any, profile_of: Any
 ):
     """131 GiB of weights, twice that of gradients, on 80 GiB: rounded weights, or 16 cards."""
-    what, told = ways(ask, facts(facts_of, profile_of, "llama-3.3-70b", "h100"))
+    what, reported = ways(ask, facts(facts_of, profile_of, "llama-3.3-70b", "h100"))
     assert "gradients 262.8 GiB, weights 131.4 GiB" in what
-    assert len(told) == 3
-    assert "quantize: 4bit" in told[0]
-    assert told[1].startswith("16 GPUs with cluster.engine: fsdp2 (peak ")
-    assert all("(peak " in way for way in told)
+    assert len(reported) == 3
+    assert "quantize: 4bit" in reported[0]
+    assert reported[1].startswith("16 GPUs with cluster.engine: fsdp2 (peak ")
+    assert all("(peak " in way for way in reported)
 
 
 def test_the_peak_of_a_way_out_is_that_of_the_plan_one_gets(ask: Ask, facts_of: Any, profile_of: Any):
-    """The recipe with the change, planned as a user would: it fits, with the peak that was told."""
+    """The recipe with the change, planned as a user would: it fits, with the peak that was reported."""
     known = facts(facts_of, profile_of, "llama-3.1-8b", "4090")
-    _, told = ways(ask, known)
+    _, reported = ways(ask, known)
     lora = ask(known, model__adapter={"kind": "lora"})
-    assert told[0] == f"model.adapter: {{kind: lora}} (peak {gib(lora.prediction.peak.num_bytes)})"
+    assert reported[0] == f"model.adapter: {{kind: lora}} (peak {gib(lora.prediction.peak.num_bytes)})"
     card = ask(facts(facts_of, profile_of, "llama-3.1-8b", "h100"))
-    assert f"H100 of 79.10 GiB (peak {gib(card.prediction.peak.num_bytes)})" in told[2]
+    assert f"H100 of 79.10 GiB (peak {gib(card.prediction.peak.num_bytes)})" in reported[2]
 
 
 def test_all_weights_of_8b_on_24_gib_have_a_way_out_that_people_take(
@@ -59,9 +59,9 @@ def test_all_weights_of_8b_on_24_gib_have_a_way_out_that_people_take(
 ):
     """Each weight stepped in the backward pass, 8-bit states on the host: 15 GiB of weights and a row."""
     known = facts(facts_of, profile_of, "llama-3.1-8b", "4090")
-    _, told = ways(ask, known)
+    _, reported = ways(ask, known)
     way = "optim.max_grad_norm: null and optim.kind: paged_adamw_8bit and optim.master_weights: false"
-    assert told[-1].startswith(f"{way} and train.batch_size: 1")
+    assert reported[-1].startswith(f"{way} and train.batch_size: 1")
     full = {"optim__max_grad_norm": None, "optim__kind": "paged_adamw_8bit"}
     made = ask(
         replace(known, presumed=frozenset({"bitsandbytes"})),
@@ -71,36 +71,36 @@ def test_all_weights_of_8b_on_24_gib_have_a_way_out_that_people_take(
     )
     assert made.settings.in_backward
     assert made.settings.adapter is None
-    assert told[-1].endswith(f"(peak {gib(made.prediction.peak.num_bytes)})")
+    assert reported[-1].endswith(f"(peak {gib(made.prediction.peak.num_bytes)})")
 
 
 def test_ways_out_keep_to_what_must_not_be_used(ask: Ask, facts_of: Any, profile_of: Any):
     known = facts(facts_of, profile_of, "llama-3.1-8b", "4090")
-    _, told = ways(ask, known, memory__never=("lora", "adafactor"))
-    assert told
-    assert not any("lora" in way or "adafactor" in way for way in told)
+    _, reported = ways(ask, known, memory__never=("lora", "adafactor"))
+    assert reported
+    assert not any("lora" in way or "adafactor" in way for way in reported)
 
 
 def test_rows_too_long_for_any_card_are_shared_by_more(ask: Ask, facts_of: Any, profile_of: Any):
     config = known_config("llama-3.1-8b")
     known = facts_of(Hardware.named("h100"), profile_of(*[400_000] * 8), dict(config or {}))
     never = ("lora", "streamed_layers")
-    _, told = ways(ask, known, length__max_length=400_000, memory__never=never, train__batch_size=8)
-    assert any("cluster.context_parallel: " in way for way in told)
+    _, reported = ways(ask, known, length__max_length=400_000, memory__never=never, train__batch_size=8)
+    assert any("cluster.context_parallel: " in way for way in reported)
 
 
 @pytest.mark.slow
-def test_that_there_are_fewer_than_three_is_told(ask: Ask, facts_of: Any, profile_of: Any):
+def test_that_there_are_fewer_than_three_is_reported(ask: Ask, facts_of: Any, profile_of: Any):
     config = known_config("llama-3.3-70b")
     assert config is not None
     known = facts_of(Hardware.named("4090"), profile_of(*[2048] * 64), dict(config))
-    _, told = ways(ask, known, memory__budget="3GiB")
-    assert len(told) < 3
-    assert "nothing else was found to fit: up to three changes of the recipe, up to 64 GPUs" in told[-1]
+    _, reported = ways(ask, known, memory__budget="3GiB")
+    assert len(reported) < 3
+    assert "nothing else was found to fit: up to three changes of the recipe, up to 64 GPUs" in reported[-1]
 
 
 def test_what_no_change_makes_fit_says_how_far_changes_go(ask: Ask, facts_of: Any, profile_of: Any):
     config = known_config("llama-3.3-70b")
     known = facts_of(cpu(8 * GIB, 4), profile_of(*[2048] * 8), dict(config or {}))
-    _, told = ways(ask, known)
-    assert told[0].startswith("a larger device; the furthest that changes of the recipe go is ")
+    _, reported = ways(ask, known)
+    assert reported[0].startswith("a larger device; the furthest that changes of the recipe go is ")

@@ -27,9 +27,9 @@ def test_the_page_says_which_strategies_were_proven_together():
 
 def test_every_strategy_is_on_its_page_with_a_source():
     rows = [line.split(" | ") for line in strategies_page().splitlines() if line.startswith("| `")]
-    told = {row[0].strip("| `"): row for row in rows if len(row) == 6}
-    assert set(told) == set(STRATEGIES)
-    assert all(row[-1].strip("| ") for row in told.values())
+    reported = {row[0].strip("| `"): row for row in rows if len(row) == 6}
+    assert set(reported) == set(STRATEGIES)
+    assert all(row[-1].strip("| ") for row in reported.values())
 
 
 def test_every_strategy_has_a_section_that_says_when_what_it_saves_costs_and_where_it_was_measured():

@@ -49,7 +49,7 @@ def test_ways_out_fit_and_none_contains_another(settings: Settings, shape: Model
         assert not any(set(one.changes) < set(other.changes) for other in ways)
 
 
-def test_where_nothing_fits_the_lowest_peak_is_told(settings: Settings, shape: ModelShape):
+def test_where_nothing_fits_the_lowest_peak_is_reported(settings: Settings, shape: ModelShape):
     (way,) = suggestions(settings, shape, BATCH, 1 * GIB)
     assert way.peak_bytes > 1 * GIB
     assert way.peak_bytes < estimate(settings, shape, BATCH).peak.num_bytes

@@ -36,7 +36,7 @@ def test_owners_are_rows_and_phases_are_columns_with_the_plain_run_last():
     ]
 
 
-def test_a_small_plan_is_told_in_mib():
+def test_a_small_plan_is_reported_in_mib():
     small = prediction(phase("load", weights=3 * MIB))
     headers, rows = owner_table(small, small)
     assert headers[0] == "MiB"

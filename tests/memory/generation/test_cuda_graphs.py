@@ -1,4 +1,4 @@
-"""CUDA graphs of the native sampler: on where they can be, told, and refused where asked for in vain."""
+"""CUDA graphs of the native sampler: on where they can be, reported, and refused where asked for in vain."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Weights in shards while completions are written: gathered where that fits, else streamed, and told."""
+"""Weights in shards while completions are written: gathered where that fits, else streamed, and reported."""
 
 import pytest
 

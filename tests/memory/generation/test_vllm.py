@@ -60,11 +60,11 @@ def test_the_engines_share_stands_in_the_column_of_generation_and_in_no_predicti
     [row] = [row for row in rows if row[0] == VLLM]
     filled = {head for head, cell in zip(headers[1:], row[1:], strict=True) if cell != "0"}
     assert filled == {"generation"}
-    told, totals = (
+    reported, totals = (
         {phase.phase: phase.num_bytes for phase in one.phases} for one in (found.prediction, shown)
     )
-    assert totals.pop("generation") == told.pop("generation") + found.settings.sampler_bytes
-    assert totals == told
+    assert totals.pop("generation") == reported.pop("generation") + found.settings.sampler_bytes
+    assert totals == reported
     apart = ask(on_h100, **(GRPO | {"generate__backend": "native"}))
     assert with_vllm(apart.prediction, apart.settings, apart.case.recipe) == apart.prediction
 

@@ -152,5 +152,5 @@ def test_runs_that_hold_other_tensors_do_not_correct_one_another(make_settings, 
 
 def test_a_correction_is_beside_the_peak_not_in_it():
     phase = PhasePeak(phase="steady step", num_bytes=10, owners=(Owned(owner="weights", num_bytes=10),))
-    told = Prediction(phases=(phase,), method="arithmetic", budget_bytes=None, correction_bytes=-3)
-    assert (told.peak.num_bytes, told.corrected_bytes) == (10, 7)
+    reported = Prediction(phases=(phase,), method="arithmetic", budget_bytes=None, correction_bytes=-3)
+    assert (reported.peak.num_bytes, reported.corrected_bytes) == (10, 7)

@@ -63,11 +63,11 @@ def test_numbers_that_no_model_has_are_refused(changes: dict[str, Any], said: st
         (" " * (2**24 + 1), "larger than 16 MiB"),
     ],
 )
-def test_text_that_is_no_config_is_told(text: str | bytes, said: str, tmp_path: Path):
+def test_text_that_is_no_config_is_reported(text: str | bytes, said: str, tmp_path: Path):
     assert said in refused(tmp_path, text)
 
 
-def test_a_folder_or_nothing_in_its_place_is_told(tmp_path: Path):
+def test_a_folder_or_nothing_in_its_place_is_reported(tmp_path: Path):
     with pytest.raises(LaunchError, match="there is no file"):
         read_config_json(tmp_path, "model.path")
     (tmp_path / "config.json").mkdir()

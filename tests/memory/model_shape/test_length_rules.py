@@ -94,27 +94,27 @@ def plan_of(ask, facts_of, profile_of, longest: int, **said: Any):
     return ask(facts, **({"length__max_length": 4096} | said))
 
 
-def told(resolved: Any) -> dict[str, str]:
+def reported(resolved: Any) -> dict[str, str]:
     return {one.setting: f"{one.value}: {one.reason}" for one in resolved.decisions}
 
 
 def test_rows_that_stay_below_lie_end_to_end_as_ever(ask, facts_of, profile_of):
     found = plan_of(ask, facts_of, profile_of, 256)
     assert found.settings.padding_free
-    assert "positions" not in told(found)
+    assert "positions" not in reported(found)
 
 
 def test_longer_rows_lie_end_to_end_each_with_its_own_positions(ask, facts_of, profile_of):
     found = plan_of(ask, facts_of, profile_of, 300)
     assert found.settings.padding_free
     assert not found.settings.positions_by_row
-    assert "LongRoPE" in told(found)["positions"]
+    assert "LongRoPE" in reported(found)["positions"]
 
 
-def test_longer_rows_that_are_padded_are_taken_one_at_a_time_and_it_is_told(ask, facts_of, profile_of):
+def test_longer_rows_that_are_padded_are_taken_one_at_a_time_and_it_is_reported(ask, facts_of, profile_of):
     found = plan_of(ask, facts_of, profile_of, 300, length__padding_free=False)
     assert (found.settings.positions_by_row, found.settings.micro_batch_size) == (True, 1)
-    assert "one at a time" in told(found)["positions"]
+    assert "one at a time" in reported(found)["positions"]
 
 
 def test_prompts_are_not_shared_where_answers_are_longer(ask, facts_of, profile_of):
@@ -122,7 +122,7 @@ def test_prompts_are_not_shared_where_answers_are_longer(ask, facts_of, profile_
     above = plan_of(ask, facts_of, profile_of, 300, method="dpo")
     assert below.settings.shared_prompts
     assert not above.settings.shared_prompts
-    assert "depend on each answer" in told(above)["shared_prompts"]
+    assert "depend on each answer" in reported(above)["shared_prompts"]
 
 
 def test_completions_that_would_grow_past_it_are_refused_with_a_way_out(ask, facts_of, profile_of):

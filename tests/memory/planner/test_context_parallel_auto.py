@@ -1,4 +1,4 @@
-"""How many processes hold a row together is chosen by bytes and time, and told."""
+"""How many processes hold a row together is chosen by bytes and time, and reported."""
 
 import pytest
 

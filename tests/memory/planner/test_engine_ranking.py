@@ -46,7 +46,7 @@ def weighed(made: Resolved) -> tuple[RankedEngine, ...]:
     return rank_engines(made.chosen, tried, made.prediction.budget_bytes, made.case)
 
 
-def told(made: Resolved) -> dict[str, str]:
+def reported(made: Resolved) -> dict[str, str]:
     return {one.name: one.words for one in weighed(made)}
 
 
@@ -80,7 +80,7 @@ def test_the_fastest_engine_that_fits_is_taken(plan, model, card, count, said, e
     monkeypatch.setattr("memtrain.memory.planner.search.fits_host", lambda priced, facts: True)
     made = plan(model, card, count, **said, memory__headroom=0)
     assert (made.settings.engine, made.settings.shard_offload) == (engine, offload)
-    words = told(made)
+    words = reported(made)
     assert words[form_words(made.settings)] == "taken"
     if engine != "ddp" and "cluster__engine" not in said:
         assert words["ddp"] == "does not fit" or words["ddp"].endswith("slower")
@@ -88,7 +88,7 @@ def test_the_fastest_engine_that_fits_is_taken(plan, model, card, count, said, e
 
 def test_every_engine_is_weighed_with_what_may_wait_on_the_host(plan):
     made = plan("Qwen/Qwen3-1.7B", "h100", 8, model__dtype="float32")
-    assert list(told(made)) == [
+    assert list(reported(made)) == [
         "ddp",
         "fsdp2",
         "fsdp2, parameters on the host",
@@ -116,14 +116,16 @@ def test_every_engine_is_weighed_with_what_may_wait_on_the_host(plan):
         (DEEPSPEED, COPIES | {"cluster__context_parallel": 2}, "are untested with DeepSpeed's shards"),
     ],
 )
-def test_engines_that_are_not_weighed_are_told_with_the_reason(plan, presumed, said, words: str, monkeypatch):
+def test_engines_that_are_not_weighed_are_reported_with_the_reason(
+    plan, presumed, said, words: str, monkeypatch
+):
     monkeypatch.setattr("memtrain.memory.rules.ledger.installed", lambda *names: frozenset())
     monkeypatch.setattr("memtrain.memory.estimate.pricing.installed", lambda *names: frozenset())
     if "model__adapter" in said:
         said = {key: value for key, value in said.items() if key not in COPIES}
     made = plan("Qwen/Qwen3-1.7B", "h100", 8, presumed, **said)
     assert not made.settings.engine.startswith("zero")
-    reasons = told(made)
+    reasons = reported(made)
     for engine in ("zero2", "zero3"):
         assert reasons[engine].startswith("not weighed: ")
         assert words in reasons[engine]
@@ -131,7 +133,7 @@ def test_engines_that_are_not_weighed_are_told_with_the_reason(plan, presumed, s
 
 def test_stage_1_would_add_gradients_of_bfloat16_weights_in_bfloat16(plan):
     made = plan("Qwen/Qwen3-1.7B", "h100", 8)
-    assert "adds gradients of bfloat16 weights in bfloat16" in told(made)["zero1"]
+    assert "adds gradients of bfloat16 weights in bfloat16" in reported(made)["zero1"]
     with pytest.raises(RecipeError, match="adds gradients of bfloat16") as caught:
         plan("Qwen/Qwen3-1.7B", "h100", 8, cluster__engine="zero1")
     assert "zero2" in caught.value.faults[0].fix
@@ -162,7 +164,7 @@ def test_the_choice_is_the_same_every_time_and_in_any_order(plan):
 
 
 def test_of_equally_fast_engines_the_simpler_one_is_taken(plan):
-    """fsdp2 would need less on a card where whole weights fit, and is within what can be told apart."""
+    """fsdp2 would need less on a card where whole weights fit, and is within what can be distinguished."""
     made = plan("Qwen/Qwen3-0.6B", "h100", 8)
     assert made.settings.engine == "ddp"
     shards = {"engine": "fsdp2", "loads_shards": True}

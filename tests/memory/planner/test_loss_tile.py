@@ -27,8 +27,8 @@ QWEN = dict(known_config("qwen3-0.6b") or {})
 def test_the_size_of_the_tiles(ask: Ask, facts_of: Callable[..., Any], hardware, said, size):
     found = ask(facts_of(hardware, config=QWEN), memory__loss="chunked", **said)
     assert found.settings.loss_tile_bytes == size
-    told = [one.value for one in found.decisions if one.setting == "loss_chunk_size"]
-    assert bool(told) == (hardware.device == "cuda")
+    reported = [one.value for one in found.decisions if one.setting == "loss_chunk_size"]
+    assert bool(reported) == (hardware.device == "cuda")
 
 
 def test_tiles_are_as_large_as_what_is_free(ask: Ask, facts_of: Callable[..., Any], profile_of: Any):

@@ -182,7 +182,7 @@ def test_what_cannot_run_is_refused_with_its_place(said: dict[str, Any], words: 
     assert fault.fix
 
 
-def test_every_refusal_is_told_at_once():
+def test_every_refusal_is_reported_at_once():
     with pytest.raises(RecipeError) as caught:
         ask(optim__kind="adamw_8bit", model__dtype="float16", optim__copies="split", model__liger="on")
     assert len(caught.value.faults) == 3

@@ -130,13 +130,13 @@ def test_a_plan_that_leaves_room_says_what_the_fullest_would_need(ask: Ask, fact
     budget = round(fullest.need_bytes / GIB * 1.01, 2)
     said = {"memory__budget": f"{budget}GiB"}
     resolved = ask(known, **said)
-    told = {one.setting: one for one in resolved.decisions}
+    reported = {one.setting: one for one in resolved.decisions}
     if resolved.chosen.need_bytes == fullest.need_bytes:
-        assert "headroom" not in told
+        assert "headroom" not in reported
     else:
         assert resolved.chosen.need_bytes <= 0.95 * budget * GIB
         assert resolved.chosen.token_s < 1.1 * fullest.token_s
-        assert gib(fullest.need_bytes) in told["headroom"].reason
+        assert gib(fullest.need_bytes) in reported["headroom"].reason
 
 
 @pytest.mark.parametrize("layout", ["auto", "full"])
@@ -161,12 +161,12 @@ def test_the_frontier_holds_what_nothing_beats_in_both():
 
 def test_each_strategy_of_a_plan_tells_the_run_without_it(ask: Ask, facts_of: Any, profile_of: Any):
     resolved = ask(facts(facts_of, profile_of, "llama-3.1-8b"), memory__budget="100GiB")
-    told = {one.strategy: one for one in gains(resolved.chosen, resolved.case.facts)}
-    assert "chunked_loss" in told
+    reported = {one.strategy: one for one in gains(resolved.chosen, resolved.case.facts)}
+    assert "chunked_loss" in reported
     full = price(
         resolved.settings.model_copy(update={"loss": "full"}), resolved.case.facts
     ).prediction.peak.num_bytes
-    assert told["chunked_loss"].peak_bytes == full
+    assert reported["chunked_loss"].peak_bytes == full
 
 
 def test_all_weights_of_8b_with_copies_fit_where_copies_wait_on_the_host(
@@ -194,7 +194,7 @@ def test_every_strategy_that_is_not_used_has_a_reason(ask: Ask, facts_of: Any, p
     assert reasons["lora"].startswith("changes the result of training; memory.allow: [lora] permits it: peak")
 
 
-def test_times_are_told_in_words():
+def test_times_are_reported_in_words():
     assert time_words(1.004) == "as fast"
     assert time_words(1.25) == "25% slower"
     assert time_words(0.8) == "20% faster"
@@ -213,7 +213,7 @@ def test_the_pinned_plan_is_the_same_plan(ask: Ask, facts_of: Any, profile_of: A
     assert lines == ["memory:", "  loss: full", "  offload: true", "train:", "  micro_batch_size: 2"]
 
 
-def test_where_nothing_fits_three_ways_out_are_told_with_their_peaks_and_they_fit(
+def test_where_nothing_fits_three_ways_out_are_reported_with_their_peaks_and_they_fit(
     ask: Ask, facts_of: Any, profile_of: Any
 ):
     known = facts(facts_of, profile_of, "llama-3.1-8b")

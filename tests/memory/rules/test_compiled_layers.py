@@ -15,12 +15,12 @@ def test_layers_are_compiled_where_the_recipe_asks(ask: Any, facts_of: Any, prof
     found = ask(facts, model__compile="on")
     assert found.settings.compiled
     assert (found.settings.liger, found.settings.kernels) == (False, "transformers")
-    (told,) = [one for one in found.decisions if one.setting == "compile"]
+    (reported,) = [one for one in found.decisions if one.setting == "compile"]
     shards = ask(
         replace(facts, hardware=Hardware.named("h100", 2)), model__compile="on", cluster__engine="fsdp2"
     )
     assert (shards.settings.compiled, shards.settings.engine) == (True, "fsdp2")
-    assert "its memory is predicted as that of the uncompiled layer" in told.reason
+    assert "its memory is predicted as that of the uncompiled layer" in reported.reason
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,9 @@ def _decided(
     ],
 )
 def test_kernels_follow_device_family_and_liger(decided, changes, liger, kernels, reason):
-    found, told, refusals = decided(**changes)
+    found, reported, refusals = decided(**changes)
     assert found == {"liger": liger, "kernels": kernels, "loss_kernel": "torch"}
-    assert reason in told
+    assert reason in reported
     assert not refusals
 
 

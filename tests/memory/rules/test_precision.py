@@ -82,7 +82,7 @@ def test_copies_follow_what_is_trained(plan, said: dict[str, Any], masters: bool
 
 
 @pytest.mark.parametrize(("lr", "share"), [(1e-6, "98.1%"), (1e-5, "84.5%")])
-def test_pure_bfloat16_is_told_what_rounding_loses_at_its_rate(plan, lr: float, share: str):
+def test_pure_bfloat16_says_what_rounding_loses_at_its_rate(plan, lr: float, share: str):
     made = plan(optim__master_weights=False, optim__lr=lr)
     said = reason_of(made, "master_weights")
     assert f"loses {share} of updates" in said

@@ -62,7 +62,7 @@ def test_frozen_weights_go_to_the_host_of_each_process(ask, facts_of, profile_of
     assert (settings.engine, settings.weights_offload) == ("ddp", True)
 
 
-def test_a_host_that_is_too_small_is_told_with_the_number(ask, facts_of, profile_of):
+def test_a_host_that_is_too_small_is_reported_with_the_number(ask, facts_of, profile_of):
     from dataclasses import replace
 
     small = replace(Hardware.named("h100"), host_bytes=4 * 2**30)

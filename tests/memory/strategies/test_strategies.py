@@ -349,7 +349,7 @@ def test_what_is_trained_is_the_same_in_the_plain_run(make_settings):
 
 
 def test_the_plain_run_of_a_plan_keeps_its_moments_on_the_device(ask, facts):
-    """They were left on the host: an 8B model was told to need 64 GiB plainly, in place of 94."""
+    """They were left on the host: an 8B model was said to need 64 GiB plainly, in place of 94."""
     resolved = ask(facts, **BASE, memory__optimizer_offload="on")
     assert resolved.settings.optimizer_offload
     owners = {owned.owner: owned.num_bytes for owned in resolved.plain.peak.owners}

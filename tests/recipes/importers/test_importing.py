@@ -138,7 +138,7 @@ def test_added_tokens_are_added_and_trained(name: str, text: str, tmp_path: Path
     assert not any(line.startswith(("add_", "resize", "tokens", "special")) for line in made.notes)
 
 
-def test_another_end_token_of_axolotl_is_told(tmp_path: Path):
+def test_another_end_token_of_axolotl_is_reported(tmp_path: Path):
     text = "base_model: a/b\ndatasets: [{path: some/rows}]\nspecial_tokens: {eos_token: <end>}\n"
     assert "not carried over: special_tokens" in of_file(tmp_path, "run.yml", text)[1].text
 
@@ -150,8 +150,8 @@ def test_llamafactory_says_the_same(tmp_path: Path):
     assert recipe.dpo is not None
     assert recipe.dpo.loss == ("orpo",)
     assert recipe.eval.every_steps is None, "no rows are held out"
-    told = " ".join(made.notes)
-    assert all(word in told for word in ("template: llama3", "eval", "dpo.beta", "dataset_info.json"))
+    reported = " ".join(made.notes)
+    assert all(word in reported for word in ("template: llama3", "eval", "dpo.beta", "dataset_info.json"))
 
 
 def test_a_script_is_read_and_never_run(tmp_path: Path):
@@ -239,14 +239,14 @@ def test_the_tool_is_guessed(text: str, tool: str, tmp_path: Path):
         ("a.sh", "train.py --a 'open\n", "quotes"),
     ],
 )
-def test_what_cannot_be_read_is_told(name: str, text: str, words: str, tmp_path: Path):
+def test_what_cannot_be_read_is_reported(name: str, text: str, words: str, tmp_path: Path):
     file = tmp_path / name
     file.write_text(text)
     with pytest.raises(RecipeError, match=words):
         import_config(read_foreign(str(file)))
 
 
-def test_a_file_that_is_not_there_is_told():
+def test_a_file_that_is_not_there_is_reported():
     with pytest.raises(RecipeError, match="no file"):
         read_foreign("nowhere.yaml")
 
@@ -305,7 +305,7 @@ def test_faults_name_the_file_that_is_written(tmp_path: Path):
     assert any(fault.where.startswith("my.yaml") for fault in made.faults)
 
 
-def test_how_the_tool_computes_is_told_as_keys(tmp_path: Path):
+def test_how_the_tool_computes_is_reported_as_keys(tmp_path: Path):
     _, made = of_file(tmp_path, "run.yaml", LLAMAFACTORY.replace("orpo", "sigmoid"), processes=8)
     assert made.pins["dpo.reference"] == "copy"
     assert made.pins["memory.activation_checkpointing"] == "on"

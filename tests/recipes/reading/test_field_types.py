@@ -18,7 +18,7 @@ from memtrain.recipes.recipe import Recipe
         ("optim.betas", "a list of 2 numbers"),
     ],
 )
-def test_a_type_is_told_in_plain_words(key: str, words: str):
+def test_a_type_is_reported_in_plain_words(key: str, words: str):
     assert describe(follow(Recipe, tuple(key.split(".")))[1]) == words
 
 
@@ -30,7 +30,7 @@ def test_the_names_of_union_branches_are_no_part_of_a_path():
 
 def test_no_type_of_the_recipe_is_left_without_words():
     for key in every_key(Recipe):
-        told = describe(follow(Recipe, tuple(key.split(".")))[1])
-        assert told
-        assert "typing" not in told
-        assert "<" not in told
+        reported = describe(follow(Recipe, tuple(key.split(".")))[1])
+        assert reported
+        assert "typing" not in reported
+        assert "<" not in reported

@@ -96,7 +96,7 @@ def test_a_variable_that_is_the_whole_value_is_read_as_yaml():
         ("a: x${b}\nb: {c: 1}", "a: ${b} is a section or a list, and cannot be part of a text"),
     ],
 )
-def test_a_value_that_cannot_be_replaced_is_told(text: str, what: str):
+def test_a_value_that_cannot_be_replaced_is_reported(text: str, what: str):
     assert what in after(text)[1]
 
 

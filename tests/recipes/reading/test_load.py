@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(path: str, *overrides: str, method: str | None = None) -> list[tuple[str, str]]:
+def reported(path: str, *overrides: str, method: str | None = None) -> list[tuple[str, str]]:
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, overrides, method=method)
     return [(fault.what, fault.where) for fault in caught.value.faults]
@@ -85,7 +85,7 @@ def test_a_recipe_extends_a_shipped_one_by_name(folder: Path):
 def test_a_circle_of_files_is_refused(folder: Path):
     (folder / "a.yaml").write_text("extends: b.yaml\n")
     (folder / "b.yaml").write_text("extends: a.yaml\n")
-    ((what, where),) = told("a.yaml")
+    ((what, where),) = reported("a.yaml")
     assert what.endswith("in a circle: a.yaml -> b.yaml -> a.yaml")
     assert where == "b.yaml:1:10"
 
@@ -93,12 +93,12 @@ def test_a_circle_of_files_is_refused(folder: Path):
 def test_a_fault_of_an_extended_file_points_into_that_file(folder: Path):
     (folder / "child.yaml").write_text("extends: my.yaml\ntrain: {seed: -1}\n")
     (folder / "my.yaml").write_text(GOOD + "  schedule: zigzag\n")
-    assert [where for _, where in told("child.yaml")] == ["my.yaml:8:13", "child.yaml:2:15"]
+    assert [where for _, where in reported("child.yaml")] == ["my.yaml:8:13", "child.yaml:2:15"]
 
 
-def test_files_and_overrides_are_told_at_once(folder: Path):
+def test_files_and_overrides_are_reported_at_once(folder: Path):
     (folder / "my.yaml").write_text(GOOD + "lenght: {}\n")
-    assert told("my.yaml", "optim.betta=1", "nonsense", "train.seed=x") == [
+    assert reported("my.yaml", "optim.betta=1", "nonsense", "train.seed=x") == [
         ("lenght: unknown key", "my.yaml:8:1"),
         ("'nonsense' is not an override", "from the command line: `nonsense`"),
         ("optim.betta: unknown key", "from the command line: `optim.betta=1`"),
@@ -109,8 +109,8 @@ def test_files_and_overrides_are_told_at_once(folder: Path):
     ]
 
 
-def test_a_value_that_cannot_be_replaced_is_told_once():
-    assert told("my.yaml", "optim.lr=${train.seed}") == [
+def test_a_value_that_cannot_be_replaced_is_reported_once():
+    assert reported("my.yaml", "optim.lr=${train.seed}") == [
         (
             "optim.lr: ${train.seed}: the recipe does not set train.seed",
             "from the command line: `optim.lr=${train.seed}`",
@@ -120,12 +120,12 @@ def test_a_value_that_cannot_be_replaced_is_told_once():
 
 def test_the_verb_and_the_file_must_agree(monkeypatch: pytest.MonkeyPatch):
     assert load_recipe("my.yaml", method="sft").recipe.method == "sft"
-    ((what, where),) = told("my.yaml", method="dpo")
+    ((what, where),) = reported("my.yaml", method="dpo")
     assert what == "the command is `memtrain dpo`, but the recipe has method: sft"
     assert where == "my.yaml:1:9"
 
 
-def test_a_method_that_does_not_exist_is_told_with_those_that_do(folder: Path):
+def test_a_method_that_does_not_exist_is_reported_with_those_that_do(folder: Path):
     (folder / "my.yaml").write_text(GOOD.replace("sft", "sfft"))
     with pytest.raises(RecipeError) as caught:
         load_recipe("my.yaml")
@@ -149,9 +149,9 @@ def test_a_section_with_every_line_commented_out_takes_its_defaults(folder: Path
     assert load_recipe("my.yaml").recipe.length.max_length == 1024
 
 
-def test_an_empty_section_that_needs_a_key_is_told_what_it_needs(folder: Path):
+def test_an_empty_section_that_needs_a_key_says_what_it_needs(folder: Path):
     (folder / "my.yaml").write_text("method: sft\nmodel:\ndata: {train: builtin:arithmetic}\n")
-    assert told("my.yaml") == [("neither model.path nor model.config is given", "my.yaml:2:1")]
+    assert reported("my.yaml") == [("neither model.path nor model.config is given", "my.yaml:2:1")]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_an_empty_section_that_needs_a_key_is_told_what_it_needs(folder: Path):
 )
 def test_a_file_that_is_no_recipe_is_one_fault(folder: Path, raw: bytes, what: str):
     (folder / "my.yaml").write_bytes(raw)
-    assert [one for one, _ in told("my.yaml")] == [what]
+    assert [one for one, _ in reported("my.yaml")] == [what]
 
 
 def test_a_byte_order_mark_and_windows_lines_are_read(folder: Path):
@@ -176,15 +176,15 @@ def test_a_byte_order_mark_and_windows_lines_are_read(folder: Path):
 
 
 def test_a_folder_and_a_missing_file_are_one_fault_each(folder: Path):
-    assert told(str(folder)) == [(f"{folder} is a folder", "")]
-    assert told("mi.yaml") == [("there is no file mi.yaml", "the command line")]
-    assert told("nowhere/my.yaml") == [("there is no file nowhere/my.yaml", "the command line")]
+    assert reported(str(folder)) == [(f"{folder} is a folder", "")]
+    assert reported("mi.yaml") == [("there is no file mi.yaml", "the command line")]
+    assert reported("nowhere/my.yaml") == [("there is no file nowhere/my.yaml", "the command line")]
 
 
 def test_interpolated_values_are_checked_at_their_line(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MEMTRAIN_TEST_LR", "fast")
     (folder / "my.yaml").write_text(GOOD.replace("1e-4", "${oc.env:MEMTRAIN_TEST_LR}"))
-    assert told("my.yaml") == [("optim.lr: 'fast' is text; it must be a number above 0", "my.yaml:7:7")]
+    assert reported("my.yaml") == [("optim.lr: 'fast' is text; it must be a number above 0", "my.yaml:7:7")]
     monkeypatch.setenv("MEMTRAIN_TEST_LR", "3e-4")
     assert load_recipe("my.yaml").recipe.optim.lr == 3e-4
 

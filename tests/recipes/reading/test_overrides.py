@@ -59,9 +59,9 @@ def test_an_override_reaches_into_a_list(word: str):
         ("l.x=1", "l is a list of 1, it has no item 'x'"),
     ],
 )
-def test_a_word_that_is_no_override_is_told(word: str, what: str):
-    value, told = after("a: {b: 1}\nl: [1]", word)
-    assert told == [what]
+def test_a_word_that_is_no_override_is_reported(word: str, what: str):
+    value, reported = after("a: {b: 1}\nl: [1]", word)
+    assert reported == [what]
     assert value == {"a": {"b": 1}, "l": [1]}
 
 

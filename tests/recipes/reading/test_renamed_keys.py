@@ -95,14 +95,14 @@ def test_a_misspelling_of_our_own_key_goes_before_an_old_spelling():
 
 
 @pytest.mark.parametrize("old", sorted(old for old, said in RENAMED_KEYS.items() if "by default" in said))
-def test_a_default_that_is_told_is_the_default(old: str):
+def test_a_default_that_is_reported_is_the_default(old: str):
     """`... auto by default`: a value of the key before these words is the default of the field."""
     key = re.findall(r"`([a-z_.]+)", RENAMED_KEYS[old])[0]
     section, name = key.split(".")
     default = section_of(field_types(Recipe)[section]).model_fields[name].default
-    told = re.findall(r"(\w+) by default", RENAMED_KEYS[old])
+    reported = re.findall(r"(\w+) by default", RENAMED_KEYS[old])
     legal = choices(follow(Recipe, tuple(key.split(".")))[1])
-    assert not [word for word in told if word in legal and word != default]
+    assert not [word for word in reported if word in legal and word != default]
 
 
 @pytest.mark.parametrize("spelling", ["online-dpo", "Online DPO", "ONLINE_DPO"])

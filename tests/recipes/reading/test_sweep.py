@@ -23,11 +23,11 @@ def test_commas_in_brackets_and_quotes_belong_to_the_value():
     assert split_values("[0.9,0.95],{a: 1, b: 2},'x,y'") == ["[0.9,0.95]", "{a: 1, b: 2}", "'x,y'"]
 
 
-def test_every_word_that_cannot_be_taken_is_told():
+def test_every_word_that_cannot_be_taken_is_reported():
     with pytest.raises(RecipeError) as caught:
         sweep(["train.seed", "optim.lr=1,", "cluster.threads=1,2", "train.seed=1,1"])
-    told = [fault.what for fault in caught.value.faults]
-    assert told == [
+    reported = [fault.what for fault in caught.value.faults]
+    assert reported == [
         "'train.seed' gives no values to try",
         "'optim.lr=1,' gives no values to try",
         "cluster.threads cannot differ within an array",

@@ -39,7 +39,7 @@ def test_texts_that_nothing_can_hold_are_refused(text: str, said: str, tmp_path:
     assert said in refused(tmp_path, text).text()
 
 
-def test_letters_that_nobody_sees_are_told_as_escapes(tmp_path: Path):
+def test_letters_that_nobody_sees_are_reported_as_escapes(tmp_path: Path):
     text = refused(tmp_path, GOOD + "opt\u200bim: {lr: 1}\n\u202emodel2: 3\n").text()
     assert "opt\\u200bim: unknown key" in text
     assert "\\u202emodel2: unknown key" in text
@@ -47,7 +47,7 @@ def test_letters_that_nobody_sees_are_told_as_escapes(tmp_path: Path):
     assert visible("a\x1b[31m\x00\u2028b\nc") == "a\\x1b[31m\\x00\\u2028b\nc"
 
 
-def test_fifteen_thousand_unknown_keys_are_told_in_short(tmp_path: Path):
+def test_fifteen_thousand_unknown_keys_are_reported_in_short(tmp_path: Path):
     """9 s when each was compared with every key of every tool; now 50 are."""
     text = GOOD + "".join(f"key_{i}: {i}\n" for i in range(15_000))
     start = time.process_time()
@@ -67,7 +67,7 @@ def test_one_weight_of_one_loss_is_a_number(tmp_path: Path):
 @pytest.mark.parametrize(
     "words", [["sft", "smoke/sft", "--run-dir", "x" * 300], ["check", "x" * 300 + ".yaml"]]
 )
-def test_a_name_on_the_command_line_that_no_file_system_takes_is_told(words: list[str], capsys):
+def test_a_name_on_the_command_line_that_no_file_system_takes_is_reported(words: list[str], capsys):
     from memtrain.__main__ import main
 
     assert main(words) in (2, 5)

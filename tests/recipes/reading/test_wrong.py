@@ -18,16 +18,16 @@ def beside_the_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEMTRAIN_TEST_NOT_SET", raising=False)
 
 
-def told(name: str) -> str:
+def reported(name: str) -> str:
     with pytest.raises(RecipeError) as caught:
         load_recipe(f"{name}.yaml")
     return caught.value.text() + "\n"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in WRONG.glob("*.yaml")))
-def test_a_wrong_recipe_is_told_in_the_words_kept_beside_it(name: str):
+def test_a_wrong_recipe_is_reported_in_the_words_kept_beside_it(name: str):
     expected = WRONG / f"{name}.txt"
-    text = told(name)
+    text = reported(name)
     if os.environ.get("MEMTRAIN_REWRITE_EXPECTED"):
         expected.write_text(text, encoding="utf-8")
     assert text == expected.read_text(encoding="utf-8")

@@ -70,9 +70,9 @@ def test_a_doubled_key_names_the_first_one():
 
 
 def test_tags_merge_keys_and_list_keys_are_refused_together():
-    value, told = read("a: !!python/object:os.system x\n<<: {b: 1}\n? [1]\n: 2\n")
+    value, reported = read("a: !!python/object:os.system x\n<<: {b: 1}\n? [1]\n: 2\n")
     assert value == {"a": "x"}
-    assert [what.split(" ")[0] for what in told] == ["the", "merge", "a"]
+    assert [what.split(" ")[0] for what in reported] == ["the", "merge", "a"]
 
 
 def test_an_alias_is_what_it_names():

@@ -89,7 +89,7 @@ def full(path: Path) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def test_a_disk_that_refuses_is_told_at_the_next_step(folder: RunFolder, make_plan: MakePlan):
+def test_a_disk_that_refuses_is_reported_at_the_next_step(folder: RunFolder, make_plan: MakePlan):
     save(folder, make_plan(), 5)
     background = Background(Ranks())
     background.begin(asked(folder, make_plan(), 10, {"model": full}))

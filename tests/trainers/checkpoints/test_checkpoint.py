@@ -188,7 +188,7 @@ def test_a_checkpoint_that_may_not_be_removed_stays_whole_and_the_run_goes_on(
     assert 1 in steps_of(folder)
 
 
-def test_what_a_kill_left_and_may_not_be_removed_is_told(folder: RunFolder, monkeypatch):
+def test_what_a_kill_left_and_may_not_be_removed_is_reported(folder: RunFolder, monkeypatch):
     (folder.checkpoints / ".gone-step-000001").mkdir()
 
     def rmtree(path: Path) -> None:

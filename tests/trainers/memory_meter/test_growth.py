@@ -1,4 +1,4 @@
-"""Growth of memory: a steady rise is told once, with what grew; normal runs say nothing."""
+"""Growth of memory: a steady rise is reported once, with what grew; normal runs say nothing."""
 
 import random
 import sys
@@ -42,7 +42,7 @@ def noise(step: int, most: int) -> int:
     return random.Random(step).randrange(most)
 
 
-def test_a_leak_is_told_once_and_early_with_its_rate_and_its_end():
+def test_a_leak_is_reported_once_and_early_with_its_rate_and_its_end():
     """2 MiB a step under noise of 64 MiB: 4 GiB are full after some 2,000 steps, the end of the run."""
     ((step, text),) = notes_of(lambda step: GIB + 4 * MIB * step + noise(step, 16 * MIB))
     assert step <= 2 * WINDOW
@@ -51,7 +51,7 @@ def test_a_leak_is_told_once_and_early_with_its_rate_and_its_end():
     assert "no Python object" in text
 
 
-def test_a_leak_below_what_matters_is_not_told():
+def test_a_leak_below_what_matters_is_not_reported():
     assert notes_of(lambda step: GIB + step * MIB // 8) == []
 
 
@@ -111,7 +111,7 @@ def test_the_containers_that_grew_are_named_with_their_entries(module: ModuleTyp
     assert third == "a dict, leaky.py: TEXTS (+20 entries: str: int, 2.50 MiB)"
 
 
-def test_tensors_in_no_container_are_told_by_type():
+def test_tensors_in_no_container_are_reported_by_type():
     class Link:
         def __init__(self, before: object) -> None:
             self.before, self.tensor = before, torch.zeros(2**17)

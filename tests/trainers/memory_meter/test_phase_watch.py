@@ -20,7 +20,7 @@ class Counted(nullcontext):
 
 def counted_steps(tokens, ahead):
     """Numbers of the steps that are counted, of a run whose steps have so many tokens."""
-    watch = MemoryWatch(torch.device("cpu"), 0, lambda *told: None, counting=Counted)
+    watch = MemoryWatch(torch.device("cpu"), 0, lambda *reported: None, counting=Counted)
     found = []
     for step, num_tokens in enumerate(tokens):
         before = Counted.times

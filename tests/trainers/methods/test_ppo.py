@@ -53,15 +53,15 @@ def test_advantages_and_returns_by_hand():
     cut one 3 - 1 = 2.
     """
     window = a_window()
-    _, told = weighed(window, (2.0, 3.0), beta=0.1, gamma=0.9, gae_lambda=0.5)
+    _, reported = weighed(window, (2.0, 3.0), beta=0.1, gamma=0.9, gae_lambda=0.5)
     assert window.token_advantage_N is not None
     assert window.return_N is not None
     assert window.token_advantage_N.tolist() == pytest.approx([0.87, 1.6, 2.0])
     assert window.return_N.tolist() == pytest.approx([1.12, 2.1, 3.0])
     assert window.advantage_A.tolist() == pytest.approx([(0.87 + 1.6) / 2, 2.0])
     # (0.5 - 1) and 0 nats of the two completions.
-    assert told["kl"] == pytest.approx(-0.25)
-    assert told["beta"] == 0.1
+    assert reported["kl"] == pytest.approx(-0.25)
+    assert reported["beta"] == 0.1
 
 
 def test_a_cut_completion_may_cost():

@@ -26,7 +26,7 @@ def train(model: nn.Module, settings: Any, optim: Optim, *, is_inside: bool) -> 
     parameters = list(model.parameters())
     optimizer = build_optimizer(model, optim, settings)
     engine = InBackward(optimizer, parameters).engine() if is_inside else DistributedStep()
-    told: list[float] = []
+    reported: list[float] = []
     peak = 0
     for step in range(4):
         rows = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step))
@@ -35,9 +35,9 @@ def train(model: nn.Module, settings: Any, optim: Optim, *, is_inside: bool) -> 
             loss = model(rows).square().sum()
             engine.backward(loss)
             norm = update(optimizer, parameters, lr=1e-2, max_grad_norm=None, engine=engine)
-        told += [loss.item(), norm.item()]
+        reported += [loss.item(), norm.item()]
         peak = counted.peak_bytes
-    return told, peak
+    return reported, peak
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor", "muon", "sgd"])
@@ -110,8 +110,8 @@ def test_a_tied_weight_is_stepped_once_by_the_sum_of_its_uses(make_settings):
     plain = Tied()
     inside = copy.deepcopy(plain)
     optim = Optim(lr=1e-2, max_grad_norm=None)
-    plain_told = train(plain, make_settings(), optim, is_inside=False)[0]
-    assert plain_told == train(inside, make_settings(), optim, is_inside=True)[0]
+    plain_reported = train(plain, make_settings(), optim, is_inside=False)[0]
+    assert plain_reported == train(inside, make_settings(), optim, is_inside=True)[0]
     assert torch.equal(plain.table.weight, inside.table.weight)
 
 

@@ -27,7 +27,7 @@ class Half(nn.Module):
 
 
 def stepped(model: Half, state: TrainState, factor: float) -> float:
-    """One step of gradient descent by 1; the norm that is told."""
+    """One step of gradient descent by 1; the norm that is reported."""
     optimizer = MasterWeights(
         [{"params": [model.weight], "weight_decay": 0.0}], lambda groups: torch.optim.SGD(groups, lr=1.0), 1.0
     )
@@ -115,6 +115,6 @@ def test_a_run_in_float16_learns_and_goes_on_bit_for_bit(adapter: tuple[str, ...
     whole = run("whole")
     run("parts", "train.max_steps=2")
     parts = run("parts", "save.allow_changed_keys=[train.max_steps]")
-    losses = [[line["loss"] for line in told if line["kind"] == "step"] for told in (whole, parts)]
+    losses = [[line["loss"] for line in reported if line["kind"] == "step"] for reported in (whole, parts)]
     assert losses[0] == losses[1]
     assert losses[0][-1] < losses[0][0]

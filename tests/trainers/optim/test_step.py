@@ -41,7 +41,7 @@ def test_the_graph_of_a_micro_batch_is_gone_before_the_next_is_computed():
     HELD.clear()
     model, method = nn.Linear(3, 2), Held()
     micro_batches = [torch.ones(4, 3), torch.ones(4, 3), torch.ones(4, 3)]
-    told = forward_backward(
+    reported = forward_backward(
         model,
         method,  # pyright: ignore[reportArgumentType]
         micro_batches,
@@ -53,4 +53,4 @@ def test_the_graph_of_a_micro_batch_is_gone_before_the_next_is_computed():
     assert method.alive == [0, 0, 0]
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, torch.full((2, 3), 24.0))
-    assert not told["loss"].requires_grad
+    assert not reported["loss"].requires_grad

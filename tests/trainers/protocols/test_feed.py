@@ -24,7 +24,7 @@ class Lengths:
     def micro_batch(self, sequences: np.ndarray) -> MicroBatch:
         return nothing(pad_id=0, is_flat=True)
 
-    def told(self, split: str) -> DataEvent:
+    def reported(self, split: str) -> DataEvent:
         return DataEvent(split=split, rows=0, tokens=0, loss_tokens=0, sequences=0)
 
 

@@ -75,8 +75,8 @@ def test_what_a_run_says_holds_no_orders_for_a_terminal(tmp_path):
     log = tmp_path / "run.log"
     console = Console(file=file, force_terminal=False, width=200)
     Progress(total_steps=1, log=log, console=console).print_line("read a\x1b[2J\x9bm.jsonl")
-    for told in (file.getvalue(), log.read_text()):
-        assert r"read a\u001b[2J\u009bm.jsonl" in told
+    for reported in (file.getvalue(), log.read_text()):
+        assert r"read a\u001b[2J\u009bm.jsonl" in reported
 
 
 def test_zero_has_no_sign():

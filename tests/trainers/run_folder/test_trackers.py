@@ -1,4 +1,4 @@
-"""A tracker that cannot be used is told before anything starts; one that can gets every number."""
+"""A tracker that cannot be used is reported before anything starts; one that can gets every number."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -21,24 +21,24 @@ STEP = StepEvent(
 
 
 class Recorder:
-    """Stands for a tracker; remembers what it was told."""
+    """Stands for a tracker; remembers what it was given."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
-        self.told: list[object] = []
+        self.reported: list[object] = []
 
     def start(self) -> None:
         if self.fails:
             raise ConnectionError("no API key")
 
     def store_init_configuration(self, values: dict[str, object]) -> None:
-        self.told.append(values["method"])
+        self.reported.append(values["method"])
 
     def log(self, values: dict[str, float], step: int) -> None:
-        self.told.append((step, values))
+        self.reported.append((step, values))
 
     def finish(self) -> None:
-        self.told.append("finished")
+        self.reported.append("finished")
 
 
 def test_every_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -59,7 +59,7 @@ def test_a_tracker_gets_the_recipe_and_the_numbers(
     for event in (STEP, EvalEvent(step=3, loss=2.0, tokens=7), NoteEvent(step=3, text="x")):
         opened.emit(event)
     opened.close()
-    assert recorder.told == [
+    assert recorder.reported == [
         "sft",
         (
             3,

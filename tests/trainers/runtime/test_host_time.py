@@ -22,12 +22,12 @@ def work(watch: HostTime, steps: int) -> None:
 
 
 def test_one_step_is_looked_at_when_the_run_has_settled():
-    told = []
-    watch = HostTime(torch.device("cpu"), lambda share, seconds: told.append((share, seconds)))
+    reported = []
+    watch = HostTime(torch.device("cpu"), lambda share, seconds: reported.append((share, seconds)))
     work(watch, SETTLED_STEPS)
-    assert told == []
+    assert reported == []
     work(watch, 3)
-    ((share, seconds),) = told
+    ((share, seconds),) = reported
     assert 0 < share < 1
     assert seconds > 0
 
@@ -37,13 +37,13 @@ def test_a_step_whose_operators_are_watched_one_by_one_is_passed_over():
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    told = []
-    watch = HostTime(torch.device("cpu"), lambda share, seconds: told.append(share))
+    reported = []
+    watch = HostTime(torch.device("cpu"), lambda share, seconds: reported.append(share))
     with Watching():
         work(watch, SETTLED_STEPS + 2)
-    assert told == []
+    assert reported == []
     work(watch, 1)
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_an_error_in_the_step_comes_through():

@@ -66,7 +66,7 @@ def test_its_scores_are_read_and_its_results_kept(monkeypatch: pytest.MonkeyPatc
     assert kept["command"][3] == "run"
 
 
-def test_a_failure_is_told_by_the_end_of_its_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_failure_is_reported_by_the_end_of_its_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     harness(monkeypatch, tmp_path, "sys.exit('no task mine')")
     with pytest.raises(LaunchError, match="failed: no task mine"):
         lm_eval.run_lm_eval(model(tmp_path), ASKED, "cpu", lambda text: None)
@@ -81,7 +81,7 @@ def test_without_the_package_a_run_is_refused_before_it_begins(
     monkeypatch.setattr(lm_eval, "find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
     assert main(["sft", "smoke/sft", "eval.lm_eval.tasks=[gsm8k]", "--run-dir", "run"]) == 5
-    told = capsys.readouterr().err
-    assert "lm-evaluation-harness (lm_eval) is asked for but not installed" in told
-    assert "pip install 'memtrain[lm-eval]'" in told
+    reported = capsys.readouterr().err
+    assert "lm-evaluation-harness (lm_eval) is asked for but not installed" in reported
+    assert "pip install 'memtrain[lm-eval]'" in reported
     assert not (tmp_path / "run").exists()

@@ -116,13 +116,13 @@ def test_saving_again_replaces_the_folder(tiny_llama: TinyModel, tmp_path: Path)
     assert not (tmp_path / "final" / "old").exists()
 
 
-def test_a_disk_that_refuses_is_told(tiny_llama: TinyModel, tmp_path: Path):
+def test_a_disk_that_refuses_is_reported(tiny_llama: TinyModel, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError, match="the model cannot be saved"):
         save_final(tiny_llama(), load_tokenizer("builtin:tiny"), tmp_path / "file" / "final")
 
 
-def test_a_disk_that_is_full_is_told_and_nothing_half_made_stays(
+def test_a_disk_that_is_full_is_reported_and_nothing_half_made_stays(
     tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """safetensors has an error of its own for it, with the system's number in its words."""
@@ -229,7 +229,7 @@ def test_a_head_trained_apart_from_its_tied_embedding_is_merged_as_untied(
     assert torch.allclose(read(input_ids=IDS).logits, expected, atol=1e-5)
 
 
-def test_what_cannot_be_merged_is_told(tmp_path: Path):
+def test_what_cannot_be_merged_is_reported(tmp_path: Path):
     with pytest.raises(LaunchError, match="the run folder has no plan"):
         merge_run(tmp_path)
     finished_run(tmp_path / "full", None)

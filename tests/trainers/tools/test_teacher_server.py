@@ -87,7 +87,7 @@ class Server:
                 places: list[Any] = [None]
                 for row, token in zip(logp_TV[:-1], ids[1:], strict=True):
                     best = row.topk(min(most, body["prompt_logprobs"])).indices.tolist()
-                    # The token that stands there is told too, with its own rank.
+                    # The token that stands there is reported too, with its own rank.
                     places.append({str(one): entry(row, one) for one in dict.fromkeys([token, *best])})
                 choice = {"index": 0, "text": "", "prompt_logprobs": places}
                 self.answer({"object": "text_completion", "choices": [choice]})

@@ -64,8 +64,8 @@ def test_gguf_prints_the_exact_commands_where_the_converter_is_not_here(
     run = run_of(tmp_path, LLAMA)
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert main(["gguf", str(run), "--type", "q8_0", "--system", "Be brief."]) == 0
-    told = capsys.readouterr().out
-    line = next(one for one in told.splitlines() if "--outtype" in one)
+    reported = capsys.readouterr().out
+    line = next(one for one in reported.splitlines() if "--outtype" in one)
     words = ["python", "llama.cpp/convert_hf_to_gguf.py", str(run / "final"), "--outfile"]
     assert shlex.split(line) == [*words, str(run / "my run.gguf"), "--outtype", "q8_0"]
     text = (run / "Modelfile").read_text()
@@ -116,9 +116,9 @@ def test_push_is_dry_without_a_network_and_uploads_the_folder_with_one(
 
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     assert main(["push", str(run), "me/model", "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert "config.json" in told
-    assert "Nothing was uploaded." in told
+    reported = capsys.readouterr().out
+    assert "config.json" in reported
+    assert "Nothing was uploaded." in reported
     assert calls == []
     assert main(["push", str(run), "me/model", "--private"]) == 0
     assert calls[0] == ("me/model", {"private": True, "exist_ok": True})

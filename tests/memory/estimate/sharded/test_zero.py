@@ -59,7 +59,7 @@ def test_the_update_holds_gradients_twice(make_settings):
 
 @pytest.mark.parametrize(("engine", "bytes_a_weight"), [("zero1", 12), ("zero2", 12), ("zero3", 8)])
 def test_the_norm_of_the_first_stages_is_taken_in_float64(make_settings, engine: str, bytes_a_weight: int):
-    """Qwen1.5-7B under ZeRO-2 on eight cards: 35.95 GiB by DeepSpeed's own engine, 32.36 told before."""
+    """Qwen1.5-7B under ZeRO-2 on eight cards: 35.95 GiB by DeepSpeed's own engine, 32.36 reported before."""
     load = Workload(make_settings(num_processes=2, engine=engine), shape_of(NARROW), BATCH)
     last = step_moments(load, has_state=True, accumulates=False)[-1]
     assert last["gradients"] == bytes_a_weight * WHOLE // 2

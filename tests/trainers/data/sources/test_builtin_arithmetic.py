@@ -140,14 +140,14 @@ def test_the_digest_follows_what_decides_the_ids():
         ("builtin:tiny", "nothing", "there is no chat template 'nothing'"),
     ],
 )
-def test_a_tokenizer_that_is_not_there_is_told(name, template, what):
+def test_a_tokenizer_that_is_not_there_is_reported(name, template, what):
     with pytest.raises(DataError) as error:
         load_tokenizer(name, chat_template=template)
     assert error.value.faults[0].what == what
     assert error.value.faults[0].fix
 
 
-def test_a_folder_without_a_tokenizer_is_told(tmp_path):
+def test_a_folder_without_a_tokenizer_is_reported(tmp_path):
     with pytest.raises(DataError, match="cannot load the tokenizer"):
         load_tokenizer(str(tmp_path))
 

@@ -66,7 +66,7 @@ def test_the_cache_is_read_where_the_hub_cannot_be_reached_and_only_then(hub):
         assert datasets.config.HF_HUB_OFFLINE is before
 
 
-def test_a_name_that_the_hub_does_not_have_is_told_with_the_nearest_file(hub, tmp_path, monkeypatch):
+def test_a_name_that_the_hub_does_not_have_is_reported_with_the_nearest_file(hub, tmp_path, monkeypatch):
     from huggingface_hub.errors import RepositoryNotFoundError
 
     def none():

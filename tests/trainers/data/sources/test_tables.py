@@ -1,4 +1,4 @@
-"""Tables: values that Python or JSON cannot hold, doubled columns and damaged files are told, row by row."""
+"""Tables: values that Python or JSON cannot hold, doubled columns, damaged files: reported, row by row."""
 
 import datetime
 import decimal

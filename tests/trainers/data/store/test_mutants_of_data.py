@@ -1,4 +1,4 @@
-"""Hundreds of mutated data files: one clear error each, or every row and field out or told."""
+"""Hundreds of mutated data files: one clear error each, or every row and field out or reported."""
 
 import importlib.util
 import sys

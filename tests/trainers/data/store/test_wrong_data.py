@@ -299,8 +299,8 @@ def test_a_wrong_file_is_one_clear_error(tmp_path, name):
     path.write_bytes(content)
     with pytest.raises(DataError) as error:
         prepare(recipe_of(path, tmp_path / "cache"))
-    told = f"error: {what}\n   at: {where}\n  try: {fix}".replace("{file}", str(path))
-    assert error.value.text() == told
+    reported = f"error: {what}\n   at: {where}\n  try: {fix}".replace("{file}", str(path))
+    assert error.value.text() == reported
     assert not list((tmp_path / "cache").glob("tokens/[!.]*"))
 
 
@@ -321,7 +321,7 @@ def test_a_folder_without_data_says_what_is_readable(tmp_path):
     assert error.value.faults[0].fix == f"give files of a kind that is read: {READABLE}"
 
 
-def test_skipped_rows_are_counted_and_told(tmp_path):
+def test_skipped_rows_are_counted_and_reported(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_bytes(GOOD + b"{\n" + GOOD + b'{"prompt": "a"}\n')
     split = prepare(recipe_of(path, tmp_path / "cache", on_bad_row="skip")).train

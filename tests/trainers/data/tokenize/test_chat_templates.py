@@ -123,7 +123,7 @@ def test_an_unknown_template_is_refused_with_the_way_out():
     assert "qwen3" in error.value.faults[0].fix
 
 
-def test_a_stand_in_that_writes_otherwise_is_told_on_the_row():
+def test_a_stand_in_that_writes_otherwise_is_reported_on_the_row():
     own = ORIGINALS["chatml"].replace("message['content'] +", "message['content'].replace('ö', 'oe') +")
     assert training_template(own, SPECIALS) == shipped_text("chatml")
     asked = rendering(shipped_text("chatml"), assistant_only=True, own_template=own)

@@ -1,4 +1,4 @@
-"""A chat template is a stranger's program: its time, memory and text end, and its faults are told."""
+"""A chat template is a stranger's program: its time, memory and text end, and its faults are reported."""
 
 import resource
 import signal

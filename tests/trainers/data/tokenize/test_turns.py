@@ -154,7 +154,7 @@ def test_arguments_that_nothing_reads_are_refused(tmp_path: Path):
         prepare(recipe_of(tmp_path, [talk()], TALL, chat_template_kwargs={"tools": 1}))
 
 
-def test_what_is_trained_and_what_ends_a_turn_are_told(tmp_path: Path):
+def test_what_is_trained_and_what_ends_a_turn_are_reported(tmp_path: Path):
     """The tiny tokenizer ends texts with <|endoftext|>, the template turns with <|im_end|>."""
     made = prepare(recipe_of(tmp_path, [talk()], TALL))
     assert made.train.trained_words().startswith("trained: all turns (data.assistant_only_loss: true")

@@ -1,4 +1,4 @@
-"""What a row holds and its text does not is found by rendering without it, and told with its share."""
+"""What a row holds and its text does not is found by rendering without it, and reported with its share."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def notes_of(
     return prepare(Recipe.model_validate(said)).notes
 
 
-def told(*fields: str) -> tuple[str, ...]:
+def reported(*fields: str) -> tuple[str, ...]:
     return (f"not in the rendered text of the rows: {', '.join(fields)}",)
 
 
@@ -45,10 +45,12 @@ def test_columns_without_effect_are_named_with_their_share(tmp_path):
     rows = [
         {"prompt": "a", "completion": "b", "id": i, "system": "Be brief." if i else None} for i in range(4)
     ]
-    assert notes_of(tmp_path, rows) == told("column 'id' (all rows)", "column 'system' (3 of 4 rows, 75.0%)")
+    assert notes_of(tmp_path, rows) == reported(
+        "column 'id' (all rows)", "column 'system' (3 of 4 rows, 75.0%)"
+    )
 
 
-def test_a_row_that_is_all_rendered_is_told_nothing(tmp_path):
+def test_a_row_that_is_all_rendered_has_nothing_reported(tmp_path):
     assert notes_of(tmp_path, [{"messages": [HI, YO]}]) == ()
 
 
@@ -62,17 +64,17 @@ def test_a_row_that_is_all_rendered_is_told_nothing(tmp_path):
 )
 def test_fields_of_messages_that_the_template_leaves_out_are_named(tmp_path, extra, field):
     rows = [{"messages": [HI, YO | extra]}, {"messages": [HI, YO]}]
-    assert notes_of(tmp_path, rows) == told(f"message field '{field}' (1 of 2 rows, 50.0%)")
+    assert notes_of(tmp_path, rows) == reported(f"message field '{field}' (1 of 2 rows, 50.0%)")
 
 
 def test_a_field_that_the_template_writes_is_not_named_and_its_neighbour_is(tmp_path):
     rows = [{"messages": [HI, YO | {"reasoning_content": "because", "name": "Ann"}]}]
-    assert notes_of(tmp_path, rows, template=THINKS) == told("message field 'name' (all rows)")
+    assert notes_of(tmp_path, rows, template=THINKS) == reported("message field 'name' (all rows)")
 
 
 def test_contents_that_the_template_drops_or_changes_are_named(tmp_path):
     rows = [{"messages": [{"role": "system", "content": "Be brief."}, HI, YO]}]
-    assert notes_of(tmp_path, rows, template=NO_SYSTEM) == told(
+    assert notes_of(tmp_path, rows, template=NO_SYSTEM) == reported(
         "the content of assistant messages as it stands (the template changes it) (all rows)",
         "the content of system messages (all rows)",
         "the content of user messages as it stands (the template changes it) (all rows)",
@@ -82,12 +84,12 @@ def test_contents_that_the_template_drops_or_changes_are_named(tmp_path):
 def test_fields_beside_the_text_of_a_part_are_named(tmp_path):
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     rows = [{"messages": [HI | {"content": [part]}, YO]}]
-    assert notes_of(tmp_path, rows) == told("content part field 'cache_control' (all rows)")
+    assert notes_of(tmp_path, rows) == reported("content part field 'cache_control' (all rows)")
 
 
 def test_tools_beside_strings_are_named(tmp_path):
     rows = [{"prompt": "a", "completion": "b", "tools": [{"name": "add"}]}]
-    assert notes_of(tmp_path, rows) == told("tools (all rows)")
+    assert notes_of(tmp_path, rows) == reported("tools (all rows)")
 
 
 @pytest.mark.parametrize(
@@ -95,18 +97,18 @@ def test_tools_beside_strings_are_named(tmp_path):
 )
 def test_a_margin_that_the_method_does_not_use_is_named(tmp_path, method, words):
     rows = [{"prompt": "a", "chosen": " b", "rejected": " c", "margin": 1.0}] * 2
-    assert notes_of(tmp_path, rows, method) == told(f"{words} (all rows)")
+    assert notes_of(tmp_path, rows, method) == reported(f"{words} (all rows)")
     assert notes_of(tmp_path, rows, "reward") == ()
 
 
 def test_a_system_column_beside_a_prompt_is_named_where_rewards_alone_see_it(tmp_path):
     rows = [{"prompt": "a", "system": "Be brief.", "answer": "b"}]
-    assert notes_of(tmp_path, rows, "grpo") == told("column 'system' (given to rewards only) (all rows)")
+    assert notes_of(tmp_path, rows, "grpo") == reported("column 'system' (given to rewards only) (all rows)")
 
 
-def test_fields_are_told_again_when_the_rows_come_from_the_cache(tmp_path):
+def test_fields_are_reported_again_when_the_rows_come_from_the_cache(tmp_path):
     rows = [{"text": "a b", "id": 1}]
-    assert notes_of(tmp_path, rows) == notes_of(tmp_path, rows) == told("column 'id' (all rows)")
+    assert notes_of(tmp_path, rows) == notes_of(tmp_path, rows) == reported("column 'id' (all rows)")
 
 
 def test_a_hundred_fields_are_one_sentence():

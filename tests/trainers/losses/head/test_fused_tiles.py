@@ -58,14 +58,14 @@ def outcome(kernel: str, form: str, **rule: Any) -> list[Tensor]:
         assert found.entropy_N is not None
         assert found.log_sum_squares_N is not None
         loss = (found.logp_N * weights).sum() + (found.entropy_N.square() * weights).sum()
-        told = [found.logp_N, found.entropy_N, found.log_sum_squares_N]
+        reported = [found.logp_N, found.entropy_N, found.log_sum_squares_N]
     else:
         options = NllOptions(label_smoothing=0.1, z_loss=0.01, want_stats=True)
         result = nll(pairs, targets, weights, asked, options, bias=bias)
-        loss, told = result.loss, [result.logp_N, result.entropy_N, result.correct_N]
+        loss, reported = result.loss, [result.logp_N, result.entropy_N, result.correct_N]
     loss.backward()
     grads = [pairs[0][0].grad, pairs[0][1].grad, bias.grad]
-    return [one.detach().float() for one in (loss, *told, *grads) if one is not None]
+    return [one.detach().float() for one in (loss, *reported, *grads) if one is not None]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")

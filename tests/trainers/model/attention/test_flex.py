@@ -20,7 +20,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_block_mask_is_the_one_that_torch_makes_of_all_pairs(name: str):
-    """torch's looks at every pair of tokens; blocks where all attend, and where some do, are told apart."""
+    """torch's looks at every pair of tokens; blocks where all attend differ from those where some do."""
     layout = LAYOUTS[name]
     found, T = block_mask_of(layout), layout.num_tokens
     mask_IJ = mask_of(layout)

@@ -209,7 +209,7 @@ def test_a_wrong_target_is_one_error(changes: dict[str, Any], said: str) -> None
     assert said in str(error.value)
 
 
-def test_stacks_that_cannot_be_packed_are_told_before_anything_loads() -> None:
+def test_stacks_that_cannot_be_packed_are_reported_before_anything_loads() -> None:
     config = AutoConfig.for_model("llama4_text", **SMALL, num_local_experts=4, intermediate_size_mlp=48)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -57,6 +57,6 @@ def test_nothing_is_taken_unless_it_is_asked_for(make_settings):
 
 
 @pytest.mark.parametrize("name", ["gemma", "olmo2", "phi3"])
-def test_other_code_is_told(name, make_settings):
+def test_other_code_is_reported(name, make_settings):
     with pytest.raises(LaunchError, match="has other code than the fused kernels stand for"):
         apply_kernels(model_of(name, "meta"), make_settings(kernels="fused"))

@@ -83,7 +83,7 @@ def test_a_bfloat16_model_has_float32_adapters_that_compute_in_bfloat16(tiny_mod
         (Adapter(modules_to_save=("lm_haed",)), "such as lm_head"),
     ],
 )
-def test_a_name_that_matches_nothing_is_told_with_those_near(
+def test_a_name_that_matches_nothing_is_reported_with_those_near(
     tiny_llama: TinyModel, adapter: Adapter, said: str
 ):
     with pytest.raises(LaunchError) as error:

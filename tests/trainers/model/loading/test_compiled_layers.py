@@ -1,4 +1,4 @@
-"""Compiled layers: the same numbers, few compilations for many lengths, and those are told."""
+"""Compiled layers: the same numbers, few compilations for many lengths, and those are reported."""
 
 from dataclasses import dataclass
 
@@ -70,17 +70,17 @@ def test_compiled_layers_have_the_same_gradients_at_every_length(tiny_qwen3, lor
     compile_layers(model, backend="aot_eager")
     if checkpointed:
         checkpoint_layers(model, 1, recompute_compiled())
-    told = []
-    watch = CompiledGraphs(lambda step, text: told.append((step, text)))
+    reported = []
+    watch = CompiledGraphs(lambda step, text: reported.append((step, text)))
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     for step, lengths in enumerate(ROWS, 1):
         for grad, plain in zip(gradients(model, lengths), expected[step - 1], strict=True):
             assert (grad - plain).float().norm() <= limit * plain.float().norm() + 1e-9
         watch.stepped(step)
     assert 0 < watch.num_reported <= 8
-    assert told[0][0] == 1
-    assert "layers were compiled: " in told[0][1]
-    assert len(told) == 1, "Other lengths were compiled again."
+    assert reported[0][0] == 1
+    assert "layers were compiled: " in reported[0][1]
+    assert len(reported) == 1, "Other lengths were compiled again."
 
 
 def test_completions_are_written_by_the_layers_as_they_are(tiny_llama):

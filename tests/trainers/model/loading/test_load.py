@@ -205,7 +205,7 @@ def test_a_model_does_not_choose_code_of_the_hub(asked: dict[str, Any], tmp_path
         ({"dtype": "float1"}, "float1"),
     ],
 )
-def test_a_saved_configuration_that_no_model_has_is_told_with_its_cause(
+def test_a_saved_configuration_that_no_model_has_is_reported_with_its_cause(
     changes: dict[str, Any], said: str, tmp_path
 ):
     load_model(small(), SETTINGS, seed=0, vocab_size=64).save_pretrained(tmp_path)
@@ -223,7 +223,7 @@ def test_a_model_that_wants_tuples_back_is_read_as_any_other(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"'])
-def test_a_broken_adapter_config_is_told(text: str, tmp_path):
+def test_a_broken_adapter_config_is_reported(text: str, tmp_path):
     load_model(small(), SETTINGS, seed=0, vocab_size=64).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text(text)
     assert "adapter_config.json" in refused(Model(path=str(tmp_path)))
@@ -235,14 +235,14 @@ def test_advice_to_trust_code_is_never_passed_on(tmp_path):
     assert "trust_remote_code" not in refused(Model(path=str(tmp_path)))
 
 
-def test_transformers_is_told_to_fetch_no_kernels():
+def test_transformers_is_asked_to_fetch_no_kernels():
     code = (
         "import memtrain, transformers.integrations.hub_kernels as hub\n"
         "assert hub._TRANSFORMERS_USE_HUB_KERNELS == 'NO'"
     )
     environment = {name: value for name, value in os.environ.items() if name != "USE_HUB_KERNELS"}
-    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
-    assert told.returncode == 0, told.stderr
+    reported = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    assert reported.returncode == 0, reported.stderr
 
 
 def test_the_plan_says_that_a_model_chose_code_in_vain():

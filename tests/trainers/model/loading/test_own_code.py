@@ -81,9 +81,9 @@ def test_pinned_code_is_run_and_is_the_model(folder: Path):
 def test_code_that_changed_is_refused(folder: Path):
     model = trusting(folder)
     (folder / "model.py").write_text(CODE + "print('stolen')\n")
-    told = refused(model)
-    assert f"the code in {folder} is not the pinned one (sha256:" in told
-    assert f"set model.revision: {code_digest(folder)}" in told
+    reported = refused(model)
+    assert f"the code in {folder} is not the pinned one (sha256:" in reported
+    assert f"set model.revision: {code_digest(folder)}" in reported
     assert "is not pinned" in refused(Model(path=str(folder), trust_remote_code=True))
 
 

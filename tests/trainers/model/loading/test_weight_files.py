@@ -1,4 +1,4 @@
-"""Weight files of interrupted downloads: told with their bytes before a weight is read."""
+"""Weight files of interrupted downloads: reported with their bytes before a weight is read."""
 
 import json
 import struct
@@ -44,7 +44,7 @@ def test_whole_files_pass(folder: Path):
 
 
 @pytest.mark.parametrize("left", [0, 3, 9, 60, -1])
-def test_a_file_that_is_cut_off_is_told(folder: Path, left: int):
+def test_a_file_that_is_cut_off_is_reported(folder: Path, left: int):
     file = folder / "one.safetensors"
     size = file.stat().st_size
     with file.open("r+b") as opened:
@@ -57,14 +57,14 @@ def test_a_file_that_is_cut_off_is_told(folder: Path, left: int):
         assert any(words in said for words in ("is empty", "is not a safetensors file", "cut off within"))
 
 
-def test_bytes_past_the_end_are_told(folder: Path):
+def test_bytes_past_the_end_are_reported(folder: Path):
     with (folder / "one.safetensors").open("ab") as opened:
         opened.write(b"more")
     assert "4 bytes more than its header describes" in refused(folder)
 
 
 @pytest.mark.parametrize("header", [b"{", b"[]", b'{"a": 3}', b'{"a": {"data_offsets": "x"}}', b"\xff" * 8])
-def test_a_header_that_says_nothing_is_told(folder: Path, header: bytes):
+def test_a_header_that_says_nothing_is_reported(folder: Path, header: bytes):
     (folder / "one.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     assert "is not a safetensors file" in refused(folder)
 
@@ -81,7 +81,7 @@ def test_a_pointer_of_git_lfs_is_known(folder: Path):
     assert "git lfs pull" in refused(folder)
 
 
-def test_an_index_without_a_map_is_told(folder: Path):
+def test_an_index_without_a_map_is_reported(folder: Path):
     for text in ("{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {}}'):
         (folder / INDEX).write_text(text)
         assert "has no weight_map" in refused(folder)
@@ -96,7 +96,7 @@ def test_an_index_names_files_of_its_folder_that_are_there(folder: Path):
     assert "lacks none.safetensors" in refused(folder)
 
 
-def test_a_weight_that_its_file_has_not_is_told(folder: Path):
+def test_a_weight_that_its_file_has_not_is_reported(folder: Path):
     index(folder, d="two.safetensors")
     assert "lists d in two.safetensors, which has no such weight" in refused(folder)
 

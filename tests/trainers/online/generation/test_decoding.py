@@ -63,11 +63,11 @@ def test_recorded_passes_write_the_same_tokens(tiny_llama, kind):
     """Started from a tape: what Python would have to change, or wait for, between two tokens shows here."""
     model, sampling = sharp(tiny_llama()), KINDS[kind]
     plain = written(model, sampling)
-    tape, told = OperatorTape(), []
-    graphs = DecodeGraphs(lambda: tape, told.append)
+    tape, reported = OperatorTape(), []
+    graphs = DecodeGraphs(lambda: tape, reported.append)
     for rows in (64, 6):
         same(written(model, sampling, rows, tokens_per_sync=3, graphs=graphs), plain)
-    assert told == []
+    assert reported == []
     assert tape.num_starts > 2 * tape.num_records > 0
 
 
@@ -85,21 +85,21 @@ def test_the_host_looks_once_in_a_block(tiny_llama, monkeypatch):
     assert looks == [1, 8, 8, 3]
 
 
-def test_a_model_that_cannot_be_recorded_is_written_without_and_told_of(tiny_llama):
+def test_a_model_that_cannot_be_recorded_is_written_without_and_warned_of(tiny_llama):
     """Its forward pass looks at a number, as one that chooses by lengths does; the tape is asked once."""
     model = sharp(tiny_llama())
     plain = written(model, KINDS["plain"])
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: [kwargs["position_ids"].max().item(), None][1], with_kwargs=True
     )
-    tape, told = OperatorTape(), []
-    graphs = DecodeGraphs(lambda: tape, told.append)
+    tape, reported = OperatorTape(), []
+    graphs = DecodeGraphs(lambda: tape, reported.append)
     for _ in range(2):
         same(written(model, KINDS["plain"], graphs=graphs), plain)
     assert tape.num_records == 0
-    assert len(told) == 1
-    assert "cannot be captured" in told[0]
-    assert "wait for a number" in told[0]
+    assert len(reported) == 1
+    assert "cannot be captured" in reported[0]
+    assert "wait for a number" in reported[0]
 
 
 def test_memory_that_runs_out_while_recording_is_no_reason_to_go_on_without():
@@ -172,6 +172,6 @@ def test_cuda_graphs_write_the_same_tokens(tiny_llama):
         groups = [Group(prompt, 3, seed=i) for i, prompt in enumerate(PROMPTS)]
         return sum(sampler.generate(groups, KINDS["plain"]), [])
 
-    told = []
-    same(on_card(tokens_per_sync=8, graphs=DecodeGraphs(CudaGraphs, told.append)), on_card())
-    assert told == []
+    reported = []
+    same(on_card(tokens_per_sync=8, graphs=DecodeGraphs(CudaGraphs, reported.append)), on_card())
+    assert reported == []

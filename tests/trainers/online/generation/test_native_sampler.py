@@ -188,11 +188,11 @@ def test_stop_strings_end_a_completion_with_the_token_that_completes_them(tiny_l
 
 
 def test_a_finished_group_is_handed_over_at_once(tiny_llama):
-    told = {}
+    reported = {}
     made = native(tiny_llama(), max_rows=4).generate(
-        groups(), Sampling(max_tokens=5), lambda number, samples: told.update({number: samples})
+        groups(), Sampling(max_tokens=5), lambda number, samples: reported.update({number: samples})
     )
-    assert [told[i] for i in range(4)] == made
+    assert [reported[i] for i in range(4)] == made
 
 
 def test_the_model_is_left_as_it_was(tiny_llama):

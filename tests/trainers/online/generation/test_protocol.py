@@ -1,4 +1,4 @@
-"""What a rollout has so far is told once, in any order, and only the rest is written by somebody else."""
+"""What a rollout has so far is reported once, in any order, and only the rest is written by somebody else."""
 
 from collections.abc import Sequence
 
@@ -32,14 +32,14 @@ def _groups() -> list[Group]:
     return [Group((1, 2), 1, seed) for seed in (10, 11, 12)]
 
 
-def test_only_what_is_missing_is_written_by_another_and_each_group_is_told_once() -> None:
-    told: list[int] = []
-    progress = Progress(_groups(), lambda number, samples: told.append(number))
+def test_only_what_is_missing_is_written_by_another_and_each_group_is_reported_once() -> None:
+    reported: list[int] = []
+    progress = Progress(_groups(), lambda number, samples: reported.append(number))
     progress.add(1, [Sample((11,), (0.0,), "length")])
     writer = _Writer()
     progress.finish_with(writer, Sampling(max_tokens=1))
     assert writer.asked == [10, 12]
-    assert told == [1, 2, 0]
+    assert reported == [1, 2, 0]
     assert [samples[0].token_ids for samples in progress.in_order()] == [(10,), (11,), (12,)]
 
 

@@ -58,9 +58,9 @@ def model_of(family: str) -> nn.Module:
 
 
 def checked(model: Any, make: Callable[[Form], Any], first: Form = FORMS[0]) -> tuple[Form, list[str]]:
-    told: list[str] = []
-    check = StartCheck(model, Ranks(), told.append, nullcontext)
-    return check.passing(make, first, check_groups(PROMPT)), told
+    reported: list[str] = []
+    check = StartCheck(model, Ranks(), reported.append, nullcontext)
+    return check.passing(make, first, check_groups(PROMPT)), reported
 
 
 def fallback(model: Any) -> Callable[[Form], TransformersSampler]:
@@ -71,8 +71,8 @@ def fallback(model: Any) -> Callable[[Form], TransformersSampler]:
 def test_the_native_sampler_keeps_keys_by_when_they_are_attended_to(family: str):
     """DiffLlama attends twice in a layer, HRM runs its layers in cycles: by layer one overwrote the other."""
     model = model_of(family)
-    form, told = checked(model, lambda form: NativeSampler(model, AttentionBackend.TORCH_CPU, 4))
-    assert (form, told) == (FORMS[0], [])
+    form, reported = checked(model, lambda form: NativeSampler(model, AttentionBackend.TORCH_CPU, 4))
+    assert (form, reported) == (FORMS[0], [])
 
 
 def test_keys_that_overwrite_each_other_are_stopped_with_a_way_out(monkeypatch: pytest.MonkeyPatch):
@@ -93,10 +93,10 @@ def test_keys_that_overwrite_each_other_are_stopped_with_a_way_out(monkeypatch: 
 def test_generate_is_called_in_the_first_way_that_is_right(family: str, form: int):
     """xLSTM's state runs through padding; RWKV's cache is wrong, RecurrentGemma's fails on these layers."""
     model = model_of(family)
-    found, told = checked(model, fallback(model))
+    found, reported = checked(model, fallback(model))
     assert found is FORMS[form]
-    assert bool(told) == (form > 0)
-    assert not told or "slower" in told[0]
+    assert bool(reported) == (form > 0)
+    assert not reported or "slower" in reported[0]
 
 
 @pytest.mark.parametrize("family", ["xlstm", "rwkv", "recurrent_gemma"])

@@ -1,4 +1,4 @@
-"""Reward functions: found, given what they take, called with deadlines, and their faults told or counted."""
+"""Reward functions: found, given what they take, called with deadlines; their faults reported or counted."""
 
 import math
 import time
@@ -211,7 +211,7 @@ def exits(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["leaves", "leaves_async"])
-def test_a_call_that_exits_is_told_as_that_and_later_calls_are_made(exits: Path, name: str):
+def test_a_call_that_exits_is_reported_as_that_and_later_calls_are_made(exits: Path, name: str):
     """It was taken for one that hangs; an async one ended the loop that all later calls need."""
     with pytest.raises(DataError) as caught:
         scored(exits, name, "a", "b", timeout_s=30)
@@ -222,7 +222,7 @@ def test_a_call_that_exits_is_told_as_that_and_later_calls_are_made(exits: Path,
     assert made.value_RF.flatten().tolist() == [1.0, 0.0, 1.0]
 
 
-def test_a_batched_call_that_interrupts_is_told(exits: Path):
+def test_a_batched_call_that_interrupts_is_reported(exits: Path):
     with pytest.raises(DataError, match="tried to end the process: KeyboardInterrupt"):
         scored(exits, "all_leave", "a", timeout_s=30)
 
@@ -234,7 +234,7 @@ def test_half_a_letter_in_an_error_is_spelled_out(exits: Path):
     caught.value.text().encode()
 
 
-def test_a_reward_file_that_exits_when_it_is_imported_is_told(tmp_path: Path):
+def test_a_reward_file_that_exits_when_it_is_imported_is_reported(tmp_path: Path):
     (tmp_path / "leaves.py").write_text("raise SystemExit('no licence')")
     with pytest.raises(RecipeError, match="cannot be imported: SystemExit: no licence"):
         load_functions(Rewards.model_validate({"functions": [f"{tmp_path / 'leaves.py'}:score"]}))
@@ -245,7 +245,7 @@ def test_a_hanging_call_says_how_long_was_waited(reward_file):
         scored(reward_file, "hangs", "a", timeout_s=0.05)
 
 
-def test_a_timeout_of_the_functions_own_is_told_as_such(reward_file):
+def test_a_timeout_of_the_functions_own_is_reported_as_such(reward_file):
     with pytest.raises(DataError, match="raised TimeoutError: the judge is busy"):
         scored(reward_file, "own_timeout", "a")
 
@@ -270,19 +270,19 @@ def test_none_is_no_verdict_and_nan_a_fault(reward_file):
     ("name", "message"),
     [("short", "returned 1 values for 2"), ("words", "returned a str"), ("empty", "without 'score'")],
 )
-def test_what_is_no_list_of_numbers_is_told_whatever_the_policy(reward_file, name, message):
+def test_what_is_no_list_of_numbers_is_reported_whatever_the_policy(reward_file, name, message):
     with pytest.raises(DataError, match=message):
         scored(reward_file, name, "a", "b", on_error="skip", on_nan="skip")
 
 
-def test_all_wrong_functions_are_told_at_once(reward_file):
+def test_all_wrong_functions_are_reported_at_once(reward_file):
     given = [f"{reward_file}:absent", "./nowhere.py:f", {"function": f"{reward_file}:one", "args": {"x": 1}}]
     with pytest.raises(RecipeError) as caught:
         load_functions(Rewards.model_validate({"functions": given}))
-    told = [fault.what for fault in caught.value.faults]
-    assert "has no function 'absent'" in told[0]
-    assert "there is no file 'nowhere.py'" in told[1]
-    assert "has no parameter 'x'" in told[2]
+    reported = [fault.what for fault in caught.value.faults]
+    assert "has no function 'absent'" in reported[0]
+    assert "there is no file 'nowhere.py'" in reported[1]
+    assert "has no parameter 'x'" in reported[2]
 
 
 def test_what_a_function_takes_is_read_without_running_its_file(tmp_path: Path, reward_file: Path):
@@ -314,7 +314,7 @@ def test_what_a_function_takes_is_read_without_running_its_file(tmp_path: Path, 
     ]
 
 
-def test_a_column_that_is_missing_is_told_before_the_run():
+def test_a_column_that_is_missing_is_reported_before_the_run():
     functions = load_functions(Rewards.model_validate({"functions": "exact_answer"}))
     check_columns(dict(enumerate(functions)), ["answer"])
     with pytest.raises(RecipeError, match="needs answer, which the rows do not have") as caught:

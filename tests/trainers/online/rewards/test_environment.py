@@ -30,7 +30,7 @@ def test_the_calculator_answers_and_its_rewards_read_it():
     assert score(answers, load_functions(rewards), rewards).value_RF.tolist() == [[1.0, 1 / 3], [0.0, 0.0]]
 
 
-def test_a_class_that_needs_what_rows_do_not_have_is_told(tmp_path: Path):
+def test_a_class_that_needs_what_rows_do_not_have_is_reported(tmp_path: Path):
     (tmp_path / "own.py").write_text(
         "class Own:\n    def reset(self, secret): ...\n    def step(self, text): ...\n"
     )

@@ -30,7 +30,7 @@ def test_calls_are_read_as_templates_write_them(text: str, calls: list[ToolCall]
 
 
 @pytest.mark.parametrize("inner", ['{"name": "add"', '{"arguments": {}}', '{"name": "a", "arguments": 1}'])
-def test_a_broken_call_is_told(inner: str):
+def test_a_broken_call_is_reported(inner: str):
     with pytest.raises(ValueError):
         tool_calls(f"<tool_call>{inner}</tool_call>")
 
@@ -49,7 +49,7 @@ class Adding(Tools):
     functions = (add,)
 
 
-def test_functions_answer_calls_and_every_failure_is_told_to_the_model():
+def test_functions_answer_calls_and_every_failure_is_returned_to_the_model():
     """1 + 2 = 3; the last turn asks for nothing."""
     made = Adding()
     two = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -57,10 +57,10 @@ def test_functions_answer_calls_and_every_failure_is_told_to_the_model():
         "3",
         "error: there is no tool sub; there are add",
     ]
-    (told,) = made.step('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>') or [""]
-    assert told.startswith("error: TypeError: add() missing")
-    (told,) = made.step("<tool_call>{</tool_call>") or [""]
-    assert told.startswith("error: this is no tool call: Expecting")
+    (reported,) = made.step('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>') or [""]
+    assert reported.startswith("error: TypeError: add() missing")
+    (reported,) = made.step("<tool_call>{</tool_call>") or [""]
+    assert reported.startswith("error: this is no tool call: Expecting")
     assert made.step("it is 3") is None
     assert (made.num_calls, made.num_failed) == (3, 3)
     (definition,) = Adding.definitions()

@@ -85,7 +85,7 @@ def test_messages_of_another_role_than_the_class_says_are_an_error(package):
         asyncio.run(made.step("is it 5?"))
 
 
-def test_what_cannot_be_used_is_told_with_the_way_out(package, monkeypatch):
+def test_what_cannot_be_used_is_reported_with_the_way_out(package, monkeypatch):
     package.load_environment = lambda env_id: object()
     with pytest.raises(LaunchError, match="guess is a object, which answers no turns"):
         Game.environment()

@@ -24,8 +24,8 @@ def heed(alarm: MismatchAlarm, *differences: float) -> None:
 
 
 def alarm(limit: float | None = 0.3) -> tuple[MismatchAlarm, list[str]]:
-    told: list[str] = []
-    return MismatchAlarm(limit, told.append, "runs/a"), told
+    reported: list[str] = []
+    return MismatchAlarm(limit, reported.append, "runs/a"), reported
 
 
 def test_a_mean_above_the_limit_ends_the_run():
@@ -43,44 +43,46 @@ def test_a_token_without_a_log_prob_is_not_counted():
 
 
 def test_a_step_without_tokens_says_nothing():
-    one, told = alarm()
+    one, reported = alarm()
     one.heed(Method(), Ranks())
     one.heed(object(), Ranks())
-    assert not told
+    assert not reported
     assert not one.past
 
 
-def test_a_jump_is_told_and_a_slow_rise_is_not():
-    one, told = alarm()
+def test_a_jump_is_reported_and_a_slow_rise_is_not():
+    one, reported = alarm()
     for difference in (0.01, 0.012, 0.014, 0.016, 0.018, 0.02):
         heed(one, difference)
-    assert not told
+    assert not reported
     heed(one, 0.2)
-    assert "0.200 nats from the trainer's, against 0.015 before" in told[0]
+    assert "0.200 nats from the trainer's, against 0.015 before" in reported[0]
 
 
 def test_rounding_of_exact_samplers_is_no_jump():
-    one, told = alarm()
+    one, reported = alarm()
     for difference in (1e-7, 1e-7, 1e-7, 1e-7, 1e-7, 1e-4):
         heed(one, difference)
-    assert not told
+    assert not reported
 
 
-@pytest.mark.parametrize(("difference", "is_told"), [(0.004, True), (0.00005, False)])
-def test_a_steady_difference_beyond_rounding_is_told_once_with_advice(difference: float, is_told: bool):
-    """Before, a difference that was there from the first step on was never told below 0.05 nats."""
-    told: list[str] = []
-    one = MismatchAlarm(0.3, told.append, "runs/a", "transformers", 1e-4)
+@pytest.mark.parametrize(("difference", "is_reported"), [(0.004, True), (0.00005, False)])
+def test_a_steady_difference_beyond_rounding_is_reported_once_with_advice(
+    difference: float, is_reported: bool
+):
+    """Before, a difference that was there from the first step on was never reported below 0.05 nats."""
+    reported: list[str] = []
+    one = MismatchAlarm(0.3, reported.append, "runs/a", "transformers", 1e-4)
     for _ in range(20):
         heed(one, difference)
-    assert len(told) == int(is_told)
-    if is_told:
-        assert "0.004 nats from the trainer's in every step so far" in told[0]
-        assert "generate.backend: native" in told[0]
+    assert len(reported) == int(is_reported)
+    if is_reported:
+        assert "0.004 nats from the trainer's in every step so far" in reported[0]
+        assert "generate.backend: native" in reported[0]
 
 
 def test_nothing_is_said_of_a_steady_difference_where_dropout_makes_it():
-    one, told = alarm()
+    one, reported = alarm()
     for _ in range(20):
         heed(one, 0.01)
-    assert not told
+    assert not reported

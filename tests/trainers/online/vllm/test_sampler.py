@@ -35,7 +35,7 @@ class Side:
     """A sampler on the fake engine, and what the fake noted."""
 
     def __init__(self, folder: Path, model: torch.nn.Module, **changes) -> None:
-        self.folder, self.model, self.version, self.told = folder, model, 0, []
+        self.folder, self.model, self.version, self.reported = folder, model, 0, []
         self.state = folder / "state"
         self.state.mkdir()
         (folder / "weights").mkdir()
@@ -53,7 +53,7 @@ class Side:
             launch=launch,
             transport=Transport(folder / "weights", 4096),
             version=lambda: self.version,
-            emit=self.told.append,
+            emit=self.reported.append,
             **fields,
         )
 
@@ -163,15 +163,15 @@ def test_a_killed_process_is_replaced_and_only_missing_groups_are_written_again(
     seeds = [word for word in killed.noted if word.startswith("group")]
     assert seeds == ["group 0", "group 100", "group 200", "group 300"]
     assert killed.noted.count("start") == 2
-    assert "by SIGKILL" in killed.told[0]
-    assert "2 groups are generated again" in killed.told[0]
+    assert "by SIGKILL" in killed.reported[0]
+    assert "2 groups are generated again" in killed.reported[0]
 
 
 def test_a_hung_process_is_replaced_after_the_deadline(side):
     undisturbed, hung = side(), side(deadline_s=1.0)
     hung.fault("hang-after-1")
     assert hung.write() == undisturbed.write()
-    assert "no answer before the deadline" in hung.told[0]
+    assert "no answer before the deadline" in hung.reported[0]
 
 
 def test_a_failed_load_is_not_repeated_on_the_same_process(side):
@@ -179,14 +179,14 @@ def test_a_failed_load_is_not_repeated_on_the_same_process(side):
     one.fault("bad-sync")
     assert one.write() == side().write()
     assert one.noted.count("start") == 2
-    assert "no such weight" in one.told[0]
+    assert "no such weight" in one.reported[0]
 
 
 def test_a_cache_that_cannot_be_emptied_counts_as_a_failed_load(side):
     one = side()
     one.fault("stuck-cache")
     one.write()
-    assert "prefix cache could not be emptied" in one.told[0]
+    assert "prefix cache could not be emptied" in one.reported[0]
 
 
 def test_a_process_that_fails_too_often_ends_the_run(side):
@@ -211,7 +211,7 @@ def test_the_trained_module_goes_on_where_the_recipe_says_so(side):
     one.fault("die-after-3-always")
     assert one.write()[:3] == whole[:3]
     assert one.write()[0][0].token_ids == (1,)
-    assert "the trained module generates from now on" in one.told[0]
+    assert "the trained module generates from now on" in one.reported[0]
     assert one.noted.count("start") == 1
 
 

@@ -124,7 +124,7 @@ class Answers(BaseHTTPRequestHandler):
 
 class Side:
     def __init__(self, folder: Path, model: torch.nn.Module, **changes) -> None:
-        self.server, self.version, self.told = FakeServer(), 0, []
+        self.server, self.version, self.reported = FakeServer(), 0, []
         fields = {"restarts": 2, "fallback": None, "deadline_s": 10.0, "start_deadline_s": 0.0} | changes
         self.sampler = ServerSampler(
             model=model,
@@ -132,7 +132,7 @@ class Side:
             folder=folder,
             version=lambda: self.version,
             ranks=Ranks(),
-            emit=self.told.append,
+            emit=self.reported.append,
             **fields,
         )
 
@@ -208,14 +208,14 @@ def test_completions_of_a_server_that_lost_its_weights_meanwhile_are_thrown_away
     one, undisturbed = side(), side()
     one.server.forgets_at = 2
     assert one.write() == undisturbed.write()
-    assert "restarted during generation" in one.told[0]
+    assert "restarted during generation" in one.reported[0]
 
 
 def test_a_failed_request_is_asked_again_with_its_seed(side):
     one, undisturbed = side(), side()
     one.server.fails_at = 1
     assert one.write() == undisturbed.write()
-    assert "500" in one.told[0]
+    assert "500" in one.reported[0]
 
 
 def test_a_server_that_fails_too_often_ends_the_run(side):

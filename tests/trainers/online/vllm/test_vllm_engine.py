@@ -239,14 +239,14 @@ def test_a_stock_server_is_given_weights_and_survived_when_it_is_killed(tmp_path
         port = one.getsockname()[1]
     before = {path.name for path in Path("/dev/shm").iterdir()}
     servers = [start_server(tmp_path, port)]
-    told: list[str] = []
+    reported: list[str] = []
     sampler = ServerSampler(
         model=model,
         address=f"http://127.0.0.1:{port}",
         folder=tmp_path / "weights",
         version=lambda: 1,
         ranks=Ranks(),
-        emit=told.append,
+        emit=reported.append,
         deadline_s=120.0,
         start_deadline_s=400.0,
         restarts=2,
@@ -263,7 +263,7 @@ def test_a_stock_server_is_given_weights_and_survived_when_it_is_killed(tmp_path
         servers[0].wait()
         threading.Timer(2.0, lambda: servers.append(start_server(tmp_path, port))).start()
         assert tokens(sampler.generate(groups(2), Sampling(max_tokens=24))) == tokens(undisturbed)
-        assert "loaded the same weights" in told[0]
+        assert "loaded the same weights" in reported[0]
     finally:
         sampler.close()
         for server in servers:

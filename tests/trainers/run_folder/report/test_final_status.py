@@ -1,4 +1,4 @@
-"""What ended a run is told first: its status and report that cannot be written are told beside it."""
+"""What ended a run is reported first: its status and report that cannot be written are reported beside it."""
 
 import pytest
 

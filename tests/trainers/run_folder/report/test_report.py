@@ -210,8 +210,8 @@ def test_the_terminal_says_the_same(tmp_path: Path, make_plan: MakePlan):
         assert said in shown, said
 
 
-def test_what_steps_waited_for_checkpoints_is_told():
-    """Those that were waited for, and from before that was told, count with all of their time."""
+def test_what_steps_waited_for_checkpoints_is_reported():
+    """Those that were waited for, and from before that was reported, count with all of their time."""
     saves = [SaveEvent(step=1, seconds=2.0), SaveEvent(step=2, seconds=3.0, held_s=0.25)]
     assert save_words(saves) == "2 written, steps waited 2.2 s"
     late = SaveEvent(step=3, seconds=3.0, held_s=1.5, waited_s=1.25)
@@ -219,7 +219,7 @@ def test_what_steps_waited_for_checkpoints_is_told():
 
 
 def test_a_run_that_is_judged_tells_its_rewards_in_place_of_minus_a_loss(tmp_path: Path, make_plan: MakePlan):
-    """A rollout is told once, by its first step; one without any verdict has NaN."""
+    """A rollout is reported once, by its first step; one without any verdict has NaN."""
     judged: list[Event] = [
         step(1, 0.0, extra={"reward": 0.125, "completion_tokens": 9.0, "kl": 0.0, "entropy": 3.0}),
         step(2, 0.1, extra={"kl": 0.1}),
@@ -241,7 +241,7 @@ def test_a_run_that_is_judged_tells_its_rewards_in_place_of_minus_a_loss(tmp_pat
     assert "held-out loss" not in page
 
 
-def test_a_mixture_is_told_by_source(tmp_path: Path, make_plan: Callable[..., Plan]):
+def test_a_mixture_is_reported_by_source(tmp_path: Path, make_plan: Callable[..., Plan]):
     sources = (("a.jsonl", 1, 300, 30), ("b.jsonl", 8, 600, 60))
     mixture = DataEvent(rows=9, tokens=900, loss_tokens=90, sequences=5, sources=sources)
     words = [
@@ -255,7 +255,7 @@ def test_a_mixture_is_told_by_source(tmp_path: Path, make_plan: Callable[..., Pl
     assert all(one in page for one in words)
 
 
-def test_held_out_accuracy_and_margin_of_pairs_are_told(tmp_path: Path, make_plan: Callable[..., Plan]):
+def test_held_out_accuracy_and_margin_of_pairs_are_reported(tmp_path: Path, make_plan: Callable[..., Plan]):
     evals = [
         EvalEvent(step=at, loss=0.6, tokens=9, extra={"rewards/accuracies": share, "rewards/margins": gap})
         for at, share, gap in ((2, 0.5, -0.00001), (4, 0.75, 0.5))
@@ -280,13 +280,13 @@ def test_the_speed_of_an_online_run_counts_its_rollouts(tmp_path: Path, make_pla
     assert figures.seconds == 10.0
 
 
-def test_completions_that_are_left_out_count_in_the_speed_and_lengths_are_told(
+def test_completions_that_are_left_out_count_in_the_speed_and_lengths_are_reported(
     tmp_path: Path, make_plan: Callable[..., Plan]
 ):
     """A rollout of 800 tokens, of which the update learns from none, in 2 s: 400 tokens/s, not 0."""
-    told = {"reward": 0.0, "rollout_tokens": 800.0, "completion_tokens": 20.0}
+    reported = {"reward": 0.0, "rollout_tokens": 800.0, "completion_tokens": 20.0}
     left_out = StepEvent(
-        step=1, loss=0.0, lr=1e-4, tokens=0, loss_tokens=0, seconds=0.5, rollout_s=1.5, extra=told
+        step=1, loss=0.0, lr=1e-4, tokens=0, loss_tokens=0, seconds=0.5, rollout_s=1.5, extra=reported
     )
     folder = run_folder(tmp_path, make_plan(), [left_out])
     assert figures_of(load_report(folder)).tokens_per_s == 400.0
@@ -312,7 +312,7 @@ def test_the_first_row_stands_in_the_page(tmp_path: Path, make_plan: Callable[..
     assert "&lt;|user|&gt;ask<mark>say&lt;eos&gt;</mark>" in page
 
 
-def test_tokens_left_out_of_split_rows_are_told():
+def test_tokens_left_out_of_split_rows_are_reported():
     split = DataEvent(
         rows=9, tokens=900, loss_tokens=90, sequences=5, tokens_idle=400, rows_split=2, fragments=5
     )
@@ -322,8 +322,8 @@ def test_tokens_left_out_of_split_rows_are_told():
 
 
 def test_curves_lie_in_groups_with_units_and_unknown_ones_are_folded(tmp_path: Path, make_plan: MakePlan):
-    told = {"rewards/accuracies": 0.5, "rewards/chosen": 0.1, "rewards/rejected": -0.1, "own/metric": 3.0}
-    report = load_report(run_folder(tmp_path, make_plan(), [step(at, 0.6, extra=told) for at in (1, 2)]))
+    reported = {"rewards/accuracies": 0.5, "rewards/chosen": 0.1, "rewards/rejected": -0.1, "own/metric": 3.0}
+    report = load_report(run_folder(tmp_path, make_plan(), [step(at, 0.6, extra=reported) for at in (1, 2)]))
     large, groups, folded = curve_groups(report)
     assert [figure.title for figure in large] == ["Loss"]
     shown = {group.title: [figure.title for figure in group.figures] for group in groups}

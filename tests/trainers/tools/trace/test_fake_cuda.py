@@ -1,4 +1,4 @@
-"""A library that asks for its device is told of a GPU, alone; kernels of Triton are not launched."""
+"""A library that asks for its device is shown a GPU, alone; kernels of Triton are not launched."""
 
 import sys
 from types import ModuleType

@@ -167,7 +167,7 @@ DEEP = [
     *slowly("every other layer", "master weights", "muon", "dpo, adapter off", "grpo, LoRA", "gemma3"),
 ]
 LATE = {"master weights": 0.25, "muon": 0.25}
-"""Where the first update's highest moment moves with depth, what is told is above it, by so much at most."""
+"""Where the highest moment of the first update moves with depth, predictions exceed it by this at most."""
 
 
 @pytest.mark.parametrize("name", DEEP)
@@ -209,7 +209,7 @@ def test_two_inputs_that_travel_at_once_need_two_middle_layers():
     )
 
 
-def test_what_waits_on_the_host_is_told_and_not_counted_as_the_devices():
+def test_what_waits_on_the_host_is_reported_and_not_counted_as_the_devices():
     """Two layers keep inputs of 512 x 128 x 2 bytes each; AdamW has two numbers a weight."""
     case = CASES["offloading boundaries"]
     found = trace(replace(case, changes=case.changes | CUDA).job)
@@ -227,8 +227,8 @@ def test_what_waits_on_the_host_is_told_and_not_counted_as_the_devices():
         found = trace(case.job)
         assert found.host["optimizer states"] == pytest.approx((8 + size) * weights, rel=0.001)
         # The largest copy is made beside the weights, on its way to the host.
-        told = case.estimated().phases[0]
-        assert (told.phase, told.num_bytes) == (
+        reported = case.estimated().phases[0]
+        assert (reported.phase, reported.num_bytes) == (
             "load",
             pytest.approx(found.recorder.phase_peaks["load"], rel=0.001),
         )
@@ -285,8 +285,8 @@ def test_a_rank_that_reads_its_own_rows_never_has_the_whole_model():
     whole = trace(CASES["FSDP2"].job).recorder.phase_peaks["load"]
     case = CASES["FSDP2"]
     own = trace(replace(case, changes=case.changes | {"loads_shards": True}).job).recorder
-    told = replace(case, changes=case.changes | {"loads_shards": True}).estimated().phases[0]
-    assert (told.phase, told.num_bytes) == ("load", pytest.approx(own.phase_peaks["load"], rel=0.001))
+    reported = replace(case, changes=case.changes | {"loads_shards": True}).estimated().phases[0]
+    assert (reported.phase, reported.num_bytes) == ("load", pytest.approx(own.phase_peaks["load"], rel=0.001))
     assert own.phase_peaks["load"] < 0.5 * whole
 
 
@@ -355,12 +355,12 @@ def test_scratch_of_flash_attention_is_an_owner_of_its_own(slices):
     """Of n tokens at once: float32 sums of 8 * 32 numbers and 8 row sums; keys and values for 8 heads."""
     case = sft(FLASHY, HALF | CUDA | {"checkpoint_every": 1 - bool(slices)} | slices)
     case = replace(case, batch=HeaviestBatch(2, 4096, 3000, 2048))
-    told = {one.owner: one.num_bytes for one in case.estimated().peak.owners}
+    reported = {one.owner: one.num_bytes for one in case.estimated().peak.owners}
     recorder = trace(case.job).recorder
     seen = named_owners(recorder)["steady step.backward.last"]
     n = slices.get("slice_tokens", 4096)
     by_hand = 4 * n * (8 * 32 + 8) + 2 * 2 * n * 8 * 32
-    assert told["kernel scratch"] == by_hand
+    assert reported["kernel scratch"] == by_hand
     # The kernel pads each segment to a block of 128 rows.
     assert seen["kernel scratch"] == pytest.approx(by_hand, rel=0, abs=2 * 128 * 4 * 8 * 33)
     assert case.estimated().peak.num_bytes == pytest.approx(recorder.peak_bytes, rel=0.02)
@@ -370,10 +370,10 @@ def test_scratch_of_flash_attention_3_is_that_of_its_own_kernel():
     """Heads of 32 are computed as 64 wide; two row sums a head; keys and values of 2 heads in float32."""
     case = sft(FLASHY, HALF | CUDA | {"checkpoint_every": 1, "attention": "flash3"})
     case = replace(case, batch=HeaviestBatch(2, 4096, 3000, 2048))
-    told = {one.owner: one.num_bytes for one in case.estimated().peak.owners}
+    reported = {one.owner: one.num_bytes for one in case.estimated().peak.owners}
     seen = named_owners(trace(case.job).recorder)["steady step.backward.last"]
     by_hand = 4 * 4096 * 8 * (64 + 2) + 2 * 4 * 4096 * 2 * 64
-    assert told["kernel scratch"] == by_hand
+    assert reported["kernel scratch"] == by_hand
     # Both segments are padded to a block of 128 rows, and of 128 keys.
     assert seen["kernel scratch"] == by_hand + 2 * 128 * 4 * 8 * 66 + 2 * 128 * 8 * 2 * 64
 
@@ -381,6 +381,6 @@ def test_scratch_of_flash_attention_3_is_that_of_its_own_kernel():
 def test_a_head_of_its_own_is_widened_as_its_gradient_is_added():
     """A vocabulary so large that nothing else of the step is higher: 2 + 4 bytes a weight of the head."""
     case = sft(LLAMA | {"vocab_size": 32768}, HALF | CUDA | {"loss_tile_bytes": 1 << 22}, 2)
-    told = case.estimated().peak
-    assert {one.owner: one.num_bytes for one in told.owners}["logits"] >= 6 * 32768 * 128
-    assert told.num_bytes == pytest.approx(trace(case.job).recorder.peak_bytes, rel=0.01)
+    reported = case.estimated().peak
+    assert {one.owner: one.num_bytes for one in reported.owners}["logits"] >= 6 * 32768 * 128
+    assert reported.num_bytes == pytest.approx(trace(case.job).recorder.peak_bytes, rel=0.01)

@@ -105,10 +105,10 @@ def test_states_of_large_tensors_are_paged_and_those_of_small_ones_are_not():
     found = trace(case.job)
     on_host = 2 * 2 * 4 * 2048 * 128
     assert found.host["optimizer states"] == on_host
-    told = blockwise_states(case.settings, shape_of(LLAMA))
-    assert told.host == on_host
+    reported = blockwise_states(case.settings, shape_of(LLAMA))
+    assert reported.host == on_host
     weights = sum(p.numel() for p in bare_model(LLAMA, Settings(**vars(case.settings))).parameters())
-    assert told.device == 2 * 4 * weights - on_host
+    assert reported.device == 2 * 4 * weights - on_host
 
 
 def test_the_arithmetic_knows_packed_weights():
@@ -116,5 +116,5 @@ def test_the_arithmetic_knows_packed_weights():
     case = replace(CASES["QLoRA"], changes=CASES["QLoRA"].changes | CUDA)
     model = bare_model(LLAMA, case.settings)
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    told = next(phase.num_bytes for phase in case.estimated().phases if phase.phase == "load")
-    assert told == pytest.approx(held - 14 * 1092, rel=0.002)
+    reported = next(phase.num_bytes for phase in case.estimated().phases if phase.phase == "load")
+    assert reported == pytest.approx(held - 14 * 1092, rel=0.002)

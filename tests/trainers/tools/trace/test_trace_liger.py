@@ -32,8 +32,8 @@ def test_a_trace_of_ligers_wrappers_finds_the_peak_of_the_real_allocator(name):
 def test_the_arithmetic_follows_liger():
     for name, case in LIGER.items():
         case = on_a_gpu(case)
-        told = case.estimated().peak.num_bytes
-        assert told == pytest.approx(trace(case.job).recorder.peak_bytes, rel=0.12), name
+        reported = case.estimated().peak.num_bytes
+        assert reported == pytest.approx(trace(case.job).recorder.peak_bytes, rel=0.12), name
 
 
 @needs_liger
