@@ -201,9 +201,9 @@ taken to be the same.
   products into the model, keeps transformers' 14 bytes a logit where memtrain's loss holds 12, and
   checkpoints the norms, the attention and the feed-forward part of a layer each by itself: four inputs
   a layer where memtrain keeps one. Planned with fused kernels, 2 bytes a logit more (3.97 GiB) and
-  three inputs a layer more (3.00 GiB), its runs come to 53.01 of 53.03, 47.57 of 47.59 and 32.98 of 33.06
-  GiB. Inferred: which kernels
-  were on is not published, and the fused loss (7.30 GiB) is not explained to a figure.
+  three inputs a layer more (3.00 GiB), three of its runs come to 53.01 of 53.03, 47.57 of 47.59 and 32.98
+  of 33.06 GiB. Inferred: which kernels were on is not published, and these parts were chosen among several
+  to meet the figures; the run with a fused loss (7.30 GiB) is not explained.
 - **Unsloth** published the longest rows that fit a card: transformers' lengths are predicted to fit in all
   seven cases, and to fill the card to 0.92 to 0.99. With its own kernels, which work in place, rows are 1.4
   to 2.4 times as long as predicted.

@@ -76,7 +76,7 @@ def nothing_fits(found: NoPlan, plan: Plan) -> DoesNotFit:
         (lowest,) = search.arithmetic[:1]
         fix = f"a larger device; the furthest that changes of the recipe go is {lowest.words()}"
     elif len(ways) < MOST:
-        fix += f"\n       nothing else was found to fit: {TRIED[closest.settings.device]}"
+        fix += f"; nothing else was found to fit: {TRIED[closest.settings.device]}"
 
     return DoesNotFit([Fault(_what(closest, budget, facts.hardware) + found.shortage, _where(asked), fix)])
 

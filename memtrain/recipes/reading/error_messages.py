@@ -64,7 +64,7 @@ def way_out(path: Path, annotation: Annotation, node: Node) -> str:
     section = _section_at(path[:-1])
     default = default_words(section, str(key)) if section is not None and isinstance(key, str) else ""
     if default:
-        return f"change it, or remove the line{default}"
+        return f"change it, or remove it{default}"
     return f"write {describe(annotation)}" if words else sentence(path)
 
 

@@ -167,7 +167,7 @@ class _Checked:
         """
         key = dotted(path)
         if section_of(annotation) is None:
-            fix = f"write {describe(annotation)}; or remove the line{default_words(section, str(path[-1]))}"
+            fix = f"write {describe(annotation)}; or remove it{default_words(section, str(path[-1]))}"
         elif takes_null(annotation) and len(path) > 1:
             fix = f"write `{path[-1]}: {{}}` for its defaults, `{path[-1]}: null` for none"
         else:

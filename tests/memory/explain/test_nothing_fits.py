@@ -97,6 +97,7 @@ def test_that_there_are_fewer_than_three_is_reported(ask: Ask, facts_of: Any, pr
     _, reported = ways(ask, known, memory__budget="3GiB")
     assert len(reported) < 3
     assert "nothing else was found to fit: up to three changes of the recipe, up to 64 GPUs" in reported[-1]
+    assert "\n" not in reported[-1], "A line end inside a way would be shown as an escape."
 
 
 def test_what_no_change_makes_fit_says_how_far_changes_go(ask: Ask, facts_of: Any, profile_of: Any):
