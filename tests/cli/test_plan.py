@@ -134,6 +134,7 @@ def test_a_model_that_is_nowhere_is_refused_and_a_known_one_is_planned_without_t
         run(["plan", "sft/llama-3.1-8b-full", "--gpu", "h200", "model.path=someone/other"])
 
 
+@pytest.mark.slow
 def test_the_other_way_round_what_is_found_fits_and_the_next_does_not(recipe, capsys):
     command = ["plan", recipe, "--gpu", "h100", "--without-data", "--json", "memory.never=[weights_offload]"]
     run([*command, "--solve", "max_length"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampled import sampled
 from shared_out import WIDE, assert_same_curve, assert_same_model, peaks, stop_after, write_online
 
 SAVED = ("save.every_steps=1", "save.keep=4", "ppo.updates_per_rollout=2")
@@ -22,7 +23,7 @@ def ended(runs, name: str, engine: str, *overrides: str) -> Path:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("value", ["shared", "own"])
+@pytest.mark.parametrize("value", sampled(["own", "shared"]))
 def test_the_losses_are_those_of_one_process(runs, curve_of, engine: str, value: str):
     write_online(runs, "ppo")
     said = (*SAVED, f"ppo.value={value}")

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from sampled import sampled
 from small_runs import MODEL, dies_at, run_in
 
 from memtrain.cli.commands.train import run_recipe
@@ -247,7 +248,7 @@ def test_a_length_that_leaves_no_held_out_row_is_reported_before_training(tmp_pa
         run(tmp_path, "dpo", cache, "length.max_length=60", *words)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", sampled(METHODS))
 def test_the_smoke_recipe_trains(method: str, tmp_path: Path, cache: Path):
     overrides = ["cluster.threads=1", f"data.cache_dir={cache}"]
     run_recipe(method, f"smoke/{method}", overrides, run_dir=str(tmp_path / "run"))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
+from sampled import sampled
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from memtrain.trainers.checkpoints.state_io import load_state
@@ -50,7 +51,7 @@ def held_out_loss(model: torch.nn.Module, tokenizer, rows: list[dict[str, str]])
     return total / count
 
 
-@pytest.mark.parametrize("name", SMOKE)
+@pytest.mark.parametrize("name", sampled(SMOKE))
 def test_a_smoke_recipe_trains(runs, metrics, name: str):
     folder = runs.done("run", "cluster.threads=1", recipe=f"smoke/{name}")
     steps = metrics(folder, "step")

@@ -12,7 +12,7 @@ STREAMED = ("memory.streamed_layers=on", "memory.slice_tokens=48")
 
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 ENGINES = [
-    "ddp",
+    pytest.param("ddp", marks=pytest.mark.slow),
     "fsdp2",
     pytest.param("zero1", marks=[DEEPSPEED, pytest.mark.slow]),
     pytest.param("zero2", marks=[DEEPSPEED, pytest.mark.slow]),

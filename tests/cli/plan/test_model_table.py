@@ -76,6 +76,7 @@ def test_a_dataset_and_a_model_write_the_recipe_that_runs(folder: Path, capsys: 
     assert (folder / "runs" / "rows-sft" / "plan.json").is_file()
     assert main(words) == 0
     capsys.readouterr()
+    (folder / "runs" / "rows-sft" / "metrics.jsonl").touch()  # as a run leaves it
     assert main([*words, "train.seed=3"]) == 2
     assert "rows-sft.yaml exists already, with other keys or values" in capsys.readouterr().err
 

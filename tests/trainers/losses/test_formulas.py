@@ -341,6 +341,7 @@ def test_another_engines_probabilities_are_corrected_for_by_default(generate: di
         assert module.method(recipe(method, asked, **generate)).mismatch == "none"
 
 
+@pytest.mark.slow
 def test_quantiles_of_more_numbers_than_torch_takes():
     """17 million: torch.quantile refuses more than 2^24."""
     count = 17_000_001

@@ -186,6 +186,7 @@ def test_two_shallow_models_stand_for_a_deep_one(name):
     assert max(p.num_bytes for p in whole.phases) == whole.recorder.peak_bytes
 
 
+@pytest.mark.slow
 def test_layers_whose_inputs_stay_do_not_stand_for_all():
     """Of eight layers the last two stay: models of three and four layers with two that stay are no line."""
     case = CASES["offloading boundaries, one layer kept"]

@@ -39,6 +39,7 @@ def test_a_trace_of_deepspeeds_engine_finds_the_peak_of_the_real_allocator(name)
     assert case.estimated().peak.num_bytes == pytest.approx(found, rel=0.12)
 
 
+@pytest.mark.slow
 def test_a_stage_shares_out_what_it_says():
     """Between steps stage 1 has all weights, half of its own copies and of two moments; stage 2 in bfloat16
     all weights, half of the float32 copies and of two moments; stage 3 half of the weights too, its part of
