@@ -129,7 +129,7 @@ def test_a_killed_run_goes_on_bit_for_bit(runs, two: Path, metrics, curve_of):
     ("method", "overrides"),
     [
         pytest.param("dpo", ("dpo.reference=synced", "dpo.reference_sync_steps=2"), marks=pytest.mark.slow),
-        ("kto", ()),
+        pytest.param("kto", (), marks=pytest.mark.slow),
         ("reward", ("length.padding_free=false",)),
     ],
 )

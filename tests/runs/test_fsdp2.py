@@ -136,6 +136,7 @@ def test_a_rank_killed_at_any_moment_loses_nothing(runs, two: Path, curve_of, me
     assert curve_of(runs.folder / "run") == curve_of(two)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_while_shards_are_written_leaves_the_last_checkpoint(
     runs, monkeypatch, curve_of, two
 ):

@@ -65,6 +65,7 @@ def judge(tmp_path: Path) -> Path:
     return tmp_path / "judge"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_reward_model_is_shared_out_too(runs, curve_of, metrics, judge: Path, engine: str):
     """Its weights are counted in parts, and so measured; with 3 groups one rank has more to read."""

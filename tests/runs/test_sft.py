@@ -51,7 +51,7 @@ def held_out_loss(model: torch.nn.Module, tokenizer, rows: list[dict[str, str]])
     return total / count
 
 
-@pytest.mark.parametrize("name", sampled(SMOKE))
+@pytest.mark.parametrize("name", sampled(SMOKE, 3))
 def test_a_smoke_recipe_trains(runs, metrics, name: str):
     folder = runs.done("run", "cluster.threads=1", recipe=f"smoke/{name}")
     steps = metrics(folder, "step")

@@ -40,10 +40,11 @@ def test_ranks_with_slices_have_the_losses_of_one_process_without(shared_runs, c
     assert_same_model(two, one, exactly=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
     [
-        pytest.param(("memory.activation_checkpointing=on",), id="whole", marks=pytest.mark.slow),
+        pytest.param(("memory.activation_checkpointing=on",), id="whole"),
         pytest.param(STREAMED, id="in slices"),
     ],
 )

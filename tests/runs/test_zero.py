@@ -52,9 +52,8 @@ def ended(runs, name: str, engine: str, *overrides: str, num_ranks: int = 2, ver
     return runs.folder / name
 
 
-@pytest.mark.parametrize(
-    "engine", ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero1", "zero2"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", STAGES)
 def test_a_stage_has_the_losses_and_the_weights_of_one_process(
     runs, one: Path, curve_of, metrics, engine: str
 ):

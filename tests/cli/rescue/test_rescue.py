@@ -65,6 +65,7 @@ def test_the_recipe_fits_and_learns_the_same(axolotl: str):
     assert recipe.memory.activation_checkpointing == "auto"
 
 
+@pytest.mark.slow
 def test_a_change_of_the_result_is_reported(tmp_path: Path):
     """Weights of 7.6 billion in half precision with their gradients need more than 24 GiB by themselves."""
     (tmp_path / "sft.yaml").write_text(FULL)

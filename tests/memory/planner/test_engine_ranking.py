@@ -74,7 +74,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "card", "count", "said", "engine", "offload"), sampled(SHAPES))
+@pytest.mark.parametrize(("model", "card", "count", "said", "engine", "offload"), sampled(SHAPES, 3))
 def test_the_fastest_engine_that_fits_is_taken(plan, model, card, count, said, engine, offload, monkeypatch):
     monkeypatch.setattr("memtrain.memory.estimate.pricing.fits_host", lambda priced, facts: True)
     monkeypatch.setattr("memtrain.memory.planner.search.fits_host", lambda priced, facts: True)

@@ -112,7 +112,8 @@ def test_a_fault_of_our_own_is_not_swallowed(folder: RunFolder, make_plan: MakeP
         background.settle()
 
 
-@pytest.mark.parametrize("already_there", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("already_there", [False, True])
 def test_a_kill_at_any_moment_leaves_a_usable_one(tmp_path: Path, make_plan: MakePlan, already_there: bool):
     """As of a save that is waited for, whichever thread dies."""
     plan = make_plan()
