@@ -9,8 +9,8 @@ from memtrain.recipes.importers.tool import Tool, ToolReading
 from memtrain.recipes.trl.sampling import ONLINE
 from memtrain.recipes.trl.translation import Translation
 
-_ATTENTION = {"flash_attention_2": "flash", "flash_attention_3": "flash3", "eager": "masked"}
-"""Back ends of transformers; every other one keeps what `transformers` does: no scores."""
+_ATTENTION = {"eager": "masked"}
+"""Back ends that keep scores; every other one, also padded flash-attn, keeps what `transformers` does."""
 
 _PACKS_WITH = "torch_varlen"
 """Bytes kept for packed rows of other tools, as variable-length kernels keep them."""
@@ -44,9 +44,6 @@ def as_it_was(tool: Tool, reading: ToolReading, made: Translation) -> dict[str, 
     pins["model.attention"] = (
         _PACKS_WITH if packs or trl.get("padding_free") else _ATTENTION.get(asked, "transformers")
     )
-    if pins["model.attention"] in ("flash", "flash3"):
-        # Padded rows of flash-attn keep what those of torch's kernels do.
-        pins["model.attention"] = "transformers"
     pins["cluster.processes"] = reading.processes
     pins["cluster.engine"] = "ddp"
     pins["cluster.cpu_offload"] = "none"
