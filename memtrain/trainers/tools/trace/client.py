@@ -159,15 +159,22 @@ def traced(job: TraceJob, *, timeout_s: float = 600.0, cache: Path | None = None
         return Traced.model_validate_json(file.read_text()).model_copy(update={"is_remembered": True})
     # Tracing moves no data: one thread, no GPU.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", WORKER],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", WORKER],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"the trace was not done after {timeout_s:g} s",
+            "--trace",
+            "leave it out: the computed prediction still holds",
+        ) from None
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise LaunchError(

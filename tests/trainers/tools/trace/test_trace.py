@@ -11,6 +11,7 @@ from sampled import sampled
 from trace_cases import BASE, CASES, HALF, LLAMA, LORA, NO_CLIP, QWEN, random_states, real_peak, sft, streamed
 
 import memtrain.trainers.tools.trace.client
+from memtrain.errors import LaunchError
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.tools.trace.client import Traced, TraceJob, can_trace, job_of, traced
@@ -317,6 +318,13 @@ def test_tracing_leaves_torch_and_transformers_as_they_were():
     trace(sft(LLAMA, HALF | CUDA).job)
     assert (masking_utils.is_tracing, products._multiply_, tiles.sums_half_in_fp32) == before
     assert type(torch.zeros(1)) is torch.Tensor
+
+
+def test_a_trace_that_takes_too_long_is_refused_with_a_way_out(tmp_path):
+    job = CASES["chunked"].job
+    asked = job_of(job.recipe, job.settings, job.config, job.batch, accumulates=False)
+    with pytest.raises(LaunchError, match="the trace was not done after 0.01 s"):
+        traced(asked, timeout_s=0.01, cache=tmp_path)
 
 
 @pytest.mark.slow
