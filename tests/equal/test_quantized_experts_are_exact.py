@@ -26,7 +26,13 @@ FORMS: dict[str, dict[str, Any]] = {
     "checkpointed": {},
     "on the host": {"weights_offload": True},
     "on the host, inputs too": {"weights_offload": True, "offload": "boundaries"},
-    "in slices on the host": {"weights_offload": True, "slice_tokens": 24, "checkpoint_every": 0},
+    "on the host, adapters too": {"weights_offload": True, "adapters_offload": True},
+    "in slices on the host": {
+        "weights_offload": True,
+        "adapters_offload": True,
+        "slice_tokens": 24,
+        "checkpoint_every": 0,
+    },
 }
 
 

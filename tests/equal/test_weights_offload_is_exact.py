@@ -85,18 +85,25 @@ FORMS = {
 }
 
 
-ADAPTERS = {"full": None, "lora": ADAPTER, "dora": Adapter(r=4, kind="dora")}
+ADAPTERS = {
+    "full": (None, False),
+    "lora": (ADAPTER, False),
+    "dora": (Adapter(r=4, kind="dora"), False),
+    "lora too": (ADAPTER, True),
+    "dora too": (Adapter(r=4, kind="dora"), True),
+    "lora too, and a whole head": (Adapter(r=4, modules_to_save=["lm_head"]), True),
+}
 
 
 @pytest.mark.parametrize(("form", "adapted"), sampled(itertools.product(FORMS, ADAPTERS)))
 def test_training_is_the_same(
     tiny_model: TinyModel, make_settings: Callable[..., Settings], form: str, adapted: str
 ):
-    adapter = ADAPTERS[adapted]
+    adapter, moves = ADAPTERS[adapted]
     plain, treated = pair(tiny_model, adapter)
-    settings = make_settings(checkpoint_every=1, adapter=adapter, weights_offload=True).model_copy(
-        update=FORMS[form]
-    )
+    settings = make_settings(
+        checkpoint_every=1, adapter=adapter, weights_offload=True, adapters_offload=moves
+    ).model_copy(update=FORMS[form])
     num_micro_batches = 1 if settings.in_backward else 2
     weights = apply_checkpointing_and_offload(treated, settings, LazyEngine()).weights
     assert equal(
@@ -104,7 +111,7 @@ def test_training_is_the_same(
         train(treated, settings, num_micro_batches=num_micro_batches),
     )
     assert weights is not None
-    assert (weights.out_bytes > 0) == (adapter is None)
+    assert (weights.out_bytes > 0) == (adapter is None or moves)
 
 
 @pytest.mark.parametrize("kind", ["adapter off", "copy"])

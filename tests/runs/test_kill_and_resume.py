@@ -127,9 +127,10 @@ def test_a_kill_at_a_delicate_moment_moves_no_bit(runs, metrics, curve_of, monke
     [
         ("memory.weights_offload=on", "memory.activation_checkpointing=on"),
         ("memory.weights_offload=on", "memory.streamed_layers=on", "memory.slice_tokens=16"),
+        ("memory.weights_offload=all", "memory.activation_checkpointing=on"),
         ("memory.weights_offload=on", "model.adapter=null", "optim.neftune_alpha=null"),
     ],
-    ids=["adapter", "in slices", "full"],
+    ids=["adapter", "in slices", "adapter too", "full"],
 )
 def test_weights_on_the_host_killed_in_mid_run_move_no_bit(runs, metrics, curve_of, memory):
     """Killed after step 7 of 18, with a checkpoint of step 6; the plain run goes on from it as well."""

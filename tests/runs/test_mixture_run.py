@@ -49,6 +49,19 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return RECIPE.format(base=folder / "base", cache=folder / "cache")
 
 
+AWAY = ("memory.weights_offload=all", "memory.activation_checkpointing=on")
+
+
+@pytest.mark.slow
+def test_adapters_on_the_host_with_their_experts_move_no_bit(recipe: str, tmp_path: Path) -> None:
+    run_in(tmp_path, "sft", recipe, AWAY[1:], "plain")
+    with dies_at(4):
+        run_in(tmp_path, "sft", recipe, AWAY, "away")
+    run_in(tmp_path, "sft", recipe, AWAY, "away")
+    ends = [(tmp_path / name / "final/adapter_model.safetensors").read_bytes() for name in ("plain", "away")]
+    assert ends[0] == ends[1]
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_moves_no_bit_and_merges_to_the_sum(recipe: str, tmp_path: Path) -> None:
     whole = run_in(tmp_path, "sft", recipe, (), "whole")

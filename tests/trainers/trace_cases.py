@@ -217,6 +217,9 @@ STRATEGIES = {
     "weights on CPU, QLoRA": sft(
         LLAMA, {"weights_offload": True, "adapter": LORA, "quantize": "4bit"} | EVERY | HALF
     ),
+    "weights and adapter on CPU": sft(
+        LLAMA, {"weights_offload": True, "adapters_offload": True, "adapter": LORA} | EVERY | HALF
+    ),
     "weights on CPU": sft(LLAMA, {"weights_offload": True} | EVERY | HALF),
     "weights on CPU, accumulating": sft(
         LLAMA, {"weights_offload": True, "master_weights": True} | EVERY | HALF, 2
@@ -292,6 +295,10 @@ STREAMED = {
     "streamed, FSDP2, LoRA": streamed(LLAMA, {"num_processes": 2, "engine": "fsdp2", "adapter": LORA}),
     "streamed, experts": streamed(
         SMALL | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 32, "moe_intermediate_size": 96}, HALF
+    ),
+    "streamed, experts, weights and adapter on CPU": streamed(
+        SMALL | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 32, "moe_intermediate_size": 96},
+        HALF | QLORA | {"weights_offload": True, "adapters_offload": True},
     ),
     "streamed, sliding windows, bfloat16": streamed(SLIDING, HALF),
     "streamed, gpt-oss": streamed(GPT_OSS, HALF),
@@ -391,6 +398,13 @@ ARCHITECTURES = {
     "qwen3_moe, QLoRA of down projections": arch(
         "qwen3_moe",
         EVERY | {"quantize": "4bit", "adapter": DOWN_ALONE},
+        head_dim=32,
+        moe_intermediate_size=96,
+        **EXPERTS,
+    ),
+    "qwen3_moe, QLoRA, weights and adapter on CPU": arch(
+        "qwen3_moe",
+        QLORA | EVERY | HALF | {"weights_offload": True, "adapters_offload": True},
         head_dim=32,
         moe_intermediate_size=96,
         **EXPERTS,

@@ -246,7 +246,7 @@ def settings_words(settings: Settings) -> str:
     if settings.offload != "none":
         parts.append(f"offloading {settings.offload}")
     if settings.weights_offload:
-        parts.append("weights on CPU")
+        parts.append("weights and adapter on CPU" if settings.adapters_offload else "weights on CPU")
     if settings.in_backward:
         parts.append("step in backward")
     if settings.optimizer_offload:

@@ -142,9 +142,9 @@ def _weights(settings: Settings, shape: ModelShape) -> dict[str, int]:
         return found
     # Summed in float32 where a step has several micro-batches, which is not known here.
     is_one = settings.batch_size is not None and settings.micro_batch_size >= settings.batch_size
-    size = own.total // count if is_one else 4
-    held = own.layer if settings.in_backward else size * count
-    return found | {"gradients": held + 2 * rounded(own.layer) + rounded(own.embedding)}
+    size = own.total // count if is_one and settings.adapter is None else 4
+    held = own.trained if settings.in_backward else size * count
+    return found | {"gradients": held + 2 * rounded(own.trained) + rounded(own.embedding)}
 
 
 def _states(settings: Settings, shape: ModelShape) -> int:

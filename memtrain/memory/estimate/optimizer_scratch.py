@@ -25,7 +25,8 @@ def optimizer_scratch(load: Workload) -> int:
     its negative of one tensor, in float32. Muon: the orthogonalization of one matrix, in bfloat16.
     """
     settings, shape = load.settings, load.shape
-    if trains_away(settings):
+    saved = 0 if settings.adapter is None else shape.num_saved_modules(settings.adapter)
+    if trains_away(settings) and not saved:
         return 0
     moments = OPTIMIZERS[settings.optimizer].moments
     if load.batch.foreign is not None and load.batch.foreign.is_foreach and settings.optimizer == "adamw":

@@ -143,12 +143,15 @@ def static_bytes(settings: Settings, shape: ModelShape) -> Static:
     if uses_zero(settings):
         # DeepSpeed steps float32 copies, of float32 weights too.
         master = share(4 * num_trained(settings, shape), settings, of="states")
+    if settings.adapter is None:
+        # An adapter is float32 itself: copies are of modules that stay.
+        master = _stays(master, settings, shape)
     sums_whole = settings.num_processes > 1 and not is_sharded(settings)
     return Static(
         weights=0 if is_away else weights - (away(settings, shape).total if is_elsewhere else 0),
         gradients=0 if is_away else own_gradients,
         optimizer=0 if waits_on_host(settings) else _stays(optimizer_bytes(settings, shape), settings, shape),
-        master=0 if waits_on_host(settings) else _stays(master, settings, shape),
+        master=0 if waits_on_host(settings) else master,
         reduce=small_gradients(settings, shape) if sums_whole else 0,
     )
 
@@ -158,7 +161,13 @@ def _stays(num_bytes: int, settings: Settings, shape: ModelShape) -> int:
     gone = num_trained_away(settings, shape) if settings.device == "cuda" else 0
     if not gone:
         return num_bytes
-    return num_bytes * (num_trained(settings, shape) - gone) // max(1, num_trained(settings, shape))
+    sizes = [
+        (count, max(size, 4 if settings.master_weights else 0))
+        for count, size in trained_parts(settings, shape)
+    ]
+    # The first part is a model's weights, or an adapter's.
+    whole = sum(count * size for count, size in sizes)
+    return num_bytes * (whole - gone * sizes[0][1]) // max(1, whole)
 
 
 def copy_size(settings: Settings) -> int:

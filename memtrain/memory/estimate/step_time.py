@@ -23,7 +23,14 @@ from memtrain.memory.estimate.sharded.communication import (
     waiting,
 )
 from memtrain.memory.estimate.static import num_trained, offloaded_states, static_bytes, trains_head
-from memtrain.memory.estimate.weights_offload import NUM_BUFFERS, Pass, away, host_step_s, pass_time
+from memtrain.memory.estimate.weights_offload import (
+    NUM_BUFFERS,
+    Pass,
+    away,
+    host_step_s,
+    num_trained_away,
+    pass_time,
+)
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
@@ -147,7 +154,7 @@ def _fetched_passes(load: Workload, forward: float, backward: float, hardware: H
     rate = hardware.rates_of(settings.threads, settings.num_processes).host_bytes_per_s
     found = away(settings, shape)
     fetch, moved = found.layers / count / rate, _copied(load) / count / rate
-    send = fetch if settings.adapter is None else 0.0
+    send = fetch if settings.adapter is None else 4 * num_trained_away(settings, shape) / count / rate
     step = host_step_s(settings, shape, hardware) / count if settings.in_backward else 0.0
     there = pass_time(count, Pass(forward / count, fetch, moved))
     back = pass_time(count, Pass(backward / count, fetch + moved, send, step), num_there=NUM_BUFFERS)

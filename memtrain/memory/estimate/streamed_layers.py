@@ -9,16 +9,17 @@ from dataclasses import replace
 from memtrain.memory.estimate.activations import (
     SCRATCH,
     attention_kept,
-    dequantized,
     flash_scratch,
     layer_boundary,
     layer_forward,
     mlp_backward,
     norm_kept,
+    unpacking_backward,
     whole_scores,
     windows_backward,
 )
 from memtrain.memory.estimate.context_parallel import num_gathered_kv
+from memtrain.memory.estimate.weights_offload import adapter_of_layer
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload, once
 
 KEYS = "keys and values"
@@ -68,7 +69,7 @@ def _slice_backward(part: Workload, load: Workload, added: int) -> tuple[int, in
     adds to the sum of its weight's gradient. Attention has no weights to add to.
     """
     kept, _ = whole_scores(part)
-    mlp = mlp_backward(part) - 3 * layer_boundary(part) - kept + dequantized(part) + added
+    mlp = max(mlp_backward(part), unpacking_backward(part)) - 3 * layer_boundary(part) - kept + added
     attention = _slice_attention(part, load)
     kernel = flash_scratch(part) if attention + flash_scratch(part) > mlp else 0
     return max(mlp, attention + kernel) - kernel, kernel
@@ -120,7 +121,7 @@ def _sums(load: Workload) -> tuple[int, int]:
     """
     shape, adapter = load.shape, load.settings.adapter
     if adapter is not None:
-        return 4 * shape.num_adapter_per_layer(adapter), 0
+        return 4 * adapter_of_layer(adapter, shape), 0
     whole = shape.num_per_layer(expert=shape.num_expert_layers > 0)
     added = load.a * shape.largest_linear
     if load.is_half and not shape.num_expert_layers:

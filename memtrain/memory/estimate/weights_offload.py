@@ -12,6 +12,7 @@ from memtrain.memory.hardware.devices import CPU_RATES, Hardware
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
+from memtrain.recipes.sections.model import Adapter
 
 NUM_BUFFERS = 2
 """Layers on the device at once: one at work, and the next on its way."""
@@ -35,6 +36,8 @@ class Away(NamedTuple):
     """Of all layers."""
     layer: int
     """Of the largest of them: one buffer."""
+    trained: int
+    """Of the layer with most of them, those that are trained there: the size of its gradients."""
     embedding: int
     """Fetched for the lookup; 0 where it stays on the device."""
     head: int
@@ -46,12 +49,12 @@ class Away(NamedTuple):
         return self.layers + self.embedding + self.head
 
 
-NOTHING = Away(0, 0, 0, 0)
+NOTHING = Away(0, 0, 0, 0, 0)
 
 
 def away(settings: Settings, shape: ModelShape) -> Away:
-    """Weights that live on the host: of a model with an adapter the layers', else the embedding's and the
-    head's too.
+    """Weights that live on the host: of a model with an adapter the layers', with the adapter's or without;
+    else the embedding's and the head's too.
 
     Source: trainers/model/streamed/layer_weights.py; held against traces by
     tests/trainers/tools/trace/test_trace.py.
@@ -62,18 +65,35 @@ def away(settings: Settings, shape: ModelShape) -> Away:
     largest = shape.num_per_layer(expert=shape.num_expert_layers > 0)
     if settings.adapter is None:
         ends = size * shape.num_embedding, size * shape.num_head
-        return Away(size * shape.num_layer_parameters, size * largest, *ends)
-    if settings.quantize == "none":
-        return Away(size * shape.num_layer_parameters, size * largest, 0, 0)
-    linear, experts = shape.num_linear_weights, shape.num_expert_weights
-    travels = size * (shape.num_layer_parameters - linear - experts)
-    travels += round(PACKED_BYTES * linear) + expert_bytes(shape, settings.quantize)
-    return Away(travels, round(travels * largest / shape.num_layer_parameters), 0, 0)
+        return Away(size * shape.num_layer_parameters, size * largest, size * largest, *ends)
+    frozen = size * shape.num_layer_parameters
+    if settings.quantize != "none":
+        linear, experts = shape.num_linear_weights, shape.num_expert_weights
+        frozen = size * (shape.num_layer_parameters - linear - experts)
+        frozen += round(PACKED_BYTES * linear) + expert_bytes(shape, settings.quantize)
+    of_largest = round(frozen * largest / shape.num_layer_parameters)
+    if not settings.adapters_offload:
+        return Away(frozen, of_largest, 0, 0, 0)
+    trained = 4 * adapter_of_layer(settings.adapter, shape)
+    return Away(frozen + 4 * num_trained_away(settings, shape), of_largest + trained, trained, 0, 0)
+
+
+def adapter_of_layer(adapter: Adapter, shape: ModelShape) -> int:
+    """Trained parameters that an adapter adds to the layer where it adds most."""
+    is_mixed = shape.num_expert_layers > 0
+    kinds = {True} if shape.num_expert_layers == shape.num_layers else {is_mixed, False}
+    return max(shape.num_adapter_per_layer(adapter, expert=kind) for kind in kinds)
+
+
+def moves_trained(settings: Settings) -> bool:
+    """Whether the trained weights of layers live, and are stepped, on the host: all of a model's, or an
+    adapter's."""
+    return settings.weights_offload and (settings.adapter is None or settings.adapters_offload)
 
 
 def trains_away(settings: Settings) -> bool:
     """Whether the trained weights live on the host, on a machine where that is another memory."""
-    return settings.weights_offload and settings.adapter is None and settings.device == "cuda"
+    return moves_trained(settings) and settings.device == "cuda"
 
 
 def fetched_head(settings: Settings, shape: ModelShape) -> int:
@@ -89,17 +109,19 @@ def device_bytes(settings: Settings, shape: ModelShape) -> int:
 
 def staged_here(settings: Settings, shape: ModelShape) -> int:
     """Blocks in which gradients leave, where the host's memory is the device's: two layers', and an end's."""
-    if settings.device != "cpu" or settings.adapter is not None:
+    if settings.device != "cpu" or not moves_trained(settings):
         return 0
     found = away(settings, shape)
-    return 2 * found.layer + max(found.embedding, found.head)
+    return 2 * found.trained + max(found.embedding, found.head)
 
 
 def num_trained_away(settings: Settings, shape: ModelShape) -> int:
     """Trained parameters that live, and are stepped, on the host."""
-    if not settings.weights_offload or settings.adapter is not None:
+    if not moves_trained(settings):
         return 0
-    return shape.num_layer_parameters + shape.num_embedding + shape.num_head
+    if settings.adapter is None:
+        return shape.num_layer_parameters + shape.num_embedding + shape.num_head
+    return shape.num_adapter(settings.adapter) - shape.num_head_adapter(settings.adapter)
 
 
 class OnTheWay(NamedTuple):
@@ -115,18 +137,25 @@ class OnTheWay(NamedTuple):
 
 
 def gradients_on_the_way(settings: Settings, shape: ModelShape, size: int) -> OnTheWay:
-    """The gradients of a model that is trained whole; `size`: bytes of a sum that stays.
+    """The gradients of weights that are trained on the host; `size`: bytes of a sum of a model's own weights
+    that stays.
 
     A layer in slices has its own sums elsewhere (`streamed_backward`).
     """
     at_home = away(settings, shape)
-    stays = size * (shape.num_parameters - num_trained_away(settings, shape))
-    own = 0 if settings.slice_tokens else at_home.layer
+    if settings.adapter is None:
+        stays = size * (shape.num_parameters - num_trained_away(settings, shape))
+    else:
+        stays = size * shape.num_saved_modules(settings.adapter) + 4 * shape.num_head_adapter(
+            settings.adapter
+        )
+    # Of an adapter they are made while the layer's activations go.
+    own = 0 if settings.slice_tokens or settings.adapter is not None else at_home.trained
     return OnTheWay(
         stays=stays,
         in_last=stays + own,
-        in_first=stays + own + at_home.layer,
-        in_embedding=stays + at_home.layer + at_home.embedding,
+        in_first=stays + own + at_home.trained,
+        in_embedding=stays + at_home.trained + at_home.embedding,
     )
 
 
@@ -163,8 +192,9 @@ def host_step_s(settings: Settings, shape: ModelShape, hardware: Hardware) -> fl
     count = num_trained_away(settings, shape)
     if not count:
         return 0.0
-    size = DTYPE_BYTES[settings.dtype]
-    copies = {"float32": 4, "split": 2, "stochastic": 0}[settings.copies] if settings.master_weights else 0
+    size, copies = DTYPE_BYTES[settings.dtype] if settings.adapter is None else 4, 0
+    if settings.master_weights and size < 4:
+        copies = {"float32": 4, "split": 2, "stochastic": 0}[settings.copies]
     moments = 2 * (4 if settings.master_weights else size)
     if OPTIMIZERS[settings.optimizer].moments != "two":
         moments = 0

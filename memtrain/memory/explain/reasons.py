@@ -171,7 +171,9 @@ def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: i
             "memory.streamed_layers",
         )
     if settings.weights_offload:
-        ledger.decide("weights_offload", "on", gain({"weights_offload": False}), "memory.weights_offload")
+        value = "all" if settings.adapters_offload else "on"
+        without = {"weights_offload": False, "adapters_offload": False}
+        ledger.decide("weights_offload", value, gain(without), "memory.weights_offload")
     other_loss = {"loss": "full"} if settings.loss != "full" else {"loss": "chunked"}
     ledger.decide("loss", settings.loss, gain(other_loss), "memory.loss")
     _explain_offloading(ledger, settings, gain({"offload": "none", "offload_keep": 0}))

@@ -234,13 +234,16 @@ class ModelShape:
         if self.counts is not None:
             return self._num_counted_adapter(adapter, self.counts)
         dense = self.num_layers - self.num_expert_layers
-        head = self.vocab_size + self.width if "lm_head" in adapter.target_modules else 0
         layers = dense * self.num_adapter_per_layer(adapter)
         return (
             layers
             + self.num_expert_layers * self.num_adapter_per_layer(adapter, expert=True)
-            + adapter.r * head
+            + self.num_head_adapter(adapter)
         )
+
+    def num_head_adapter(self, adapter: Adapter) -> int:
+        """Trained parameters that an adapter adds to the language model's head."""
+        return adapter.r * (self.vocab_size + self.width) if "lm_head" in adapter.target_modules else 0
 
     def _num_counted_adapter(self, adapter: Adapter, counts: Counts) -> int:
         is_dora = adapter.kind == "dora"

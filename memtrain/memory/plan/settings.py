@@ -170,6 +170,8 @@ class Settings(Section):
     """Tokens of the slices in which each layer goes over a row, forward and backward; 0: the whole row."""
     weights_offload: Annotated[bool, Mark("bits")] = False
     """The layers' weights live in host memory, and are on the device for their layer's turn."""
+    adapters_offload: Annotated[bool, Mark("bits")] = False
+    """Adapters live there with their layers, and are stepped there; without an adapter all weights are."""
     offload: Annotated[Literal["none", "boundaries", "all"], Mark("bits")]
     """Activations that wait in host memory: none, the checkpointed layer inputs, or every saved tensor."""
     offload_keep: Annotated[int, Mark("bits")] = 0

@@ -36,7 +36,9 @@ def pins(asked: SourcedRecipe, settings: Settings) -> dict[str, object]:
     if memory.optimizer_offload == "auto":
         wanted["memory.optimizer_offload"] = on[settings.optimizer_offload]
     if memory.weights_offload == "auto":
-        wanted["memory.weights_offload"] = on[settings.weights_offload]
+        wanted["memory.weights_offload"] = (
+            "all" if settings.adapters_offload else on[settings.weights_offload]
+        )
     if recipe.optim.in_backward == "auto":
         wanted["optim.in_backward"] = on[settings.in_backward]
     if recipe.optim.kind != settings.optimizer:

@@ -196,6 +196,7 @@ def num_moved(one: Priced) -> int:
             settings.optimizer_offload,
             settings.shard_offload != "none",
             settings.weights_offload,
+            settings.adapters_offload,
             settings.device == "cuda" and OPTIMIZERS[settings.optimizer].is_paged,
         )
     )

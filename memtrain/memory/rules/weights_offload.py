@@ -34,12 +34,12 @@ def refusal_of(recipe: Recipe, config: Mapping[str, object]) -> str | None:
     return SHARED_KEYS if known.get("num_kv_shared_layers") else None
 
 
-def goes_with_others(engine: str, has_adapter: bool, shares_rows: bool) -> bool:
+def goes_with_others(engine: str, is_frozen: bool, shares_rows: bool) -> bool:
     """Whether weights can live on the host of a run with several processes: each has its own copy there.
 
-    What is trained is on the device then, and summed over the processes as ever.
+    Adapters are on the device then, and summed over the processes as ever: `is_frozen`.
     """
-    return engine == "ddp" and has_adapter and not shares_rows
+    return engine == "ddp" and is_frozen and not shares_rows
 
 
 def can_move(recipe: Recipe, config: Mapping[str, object], settings: Settings) -> bool:
@@ -62,7 +62,7 @@ def moved(settings: Settings) -> Settings:
 def is_asked(asked: SourcedRecipe) -> bool:
     """Whether a recipe says that weights live on the host."""
     memory = asked.recipe.memory
-    return memory.weights_offload == "on" or "weights_offload" in memory.use
+    return memory.weights_offload in ("on", "all") or "weights_offload" in memory.use
 
 
 def refuse_weights_offload(ledger: DecisionLog, config: Mapping[str, object], processes: int) -> None:
@@ -75,7 +75,8 @@ def refuse_weights_offload(ledger: DecisionLog, config: Mapping[str, object], pr
         ledger.refuse(f"weights_offload: {reason}", PATH, "remove it")
     engine = "ddp" if recipe.cluster.engine == "auto" else recipe.cluster.engine
     shares_rows = recipe.cluster.context_parallel not in ("auto", 1)
-    if processes > 1 and not goes_with_others(engine, recipe.model.adapter is not None, shares_rows):
+    is_frozen = recipe.model.adapter is not None and recipe.memory.weights_offload != "all"
+    if processes > 1 and not goes_with_others(engine, is_frozen, shares_rows):
         ledger.refuse(
             f"weights_offload with {processes} processes: {EACH_ITS_OWN}",
             PATH,
@@ -83,13 +84,14 @@ def refuse_weights_offload(ledger: DecisionLog, config: Mapping[str, object], pr
             + (
                 ""
                 if recipe.model.adapter is None
-                else "; or cluster.engine: ddp, cluster.context_parallel: 1"
+                else "; or cluster.engine: ddp, cluster.context_parallel: 1, memory.weights_offload: on"
             ),
         )
-    if recipe.model.adapter is None and not OPTIMIZERS[recipe.optim.kind].steps_on_host:
+    if not is_frozen and not OPTIMIZERS[recipe.optim.kind].steps_on_host:
         ledger.refuse(
             f"weights_offload with optim.kind: {recipe.optim.kind}: the host steps the weights, and has no "
             "kernels for it",
             PATH,
-            "set optim.kind: adamw, or train an adapter (model.adapter)",
+            "set optim.kind: adamw, or train an adapter on the device (model.adapter, "
+            "memory.weights_offload: on)",
         )

@@ -125,10 +125,11 @@ class Memory(Section):
     some at a time: 2 or 3 numbers a trained weight less on the device, a step slower by their way over the
     bus. Same numbers. `auto`: where nothing faster fits."""
 
-    weights_offload: Literal["auto", "on", "off"] = "auto"
+    weights_offload: Literal["auto", "on", "all", "off"] = "auto"
     """The layers' weights live in host memory, and travel to the device for their layer's turn, two buffers
-    at a time; weights that are trained are stepped on the host. Same numbers; a step waits for the bus where
-    a micro-batch is short. Several processes: under an adapter and DDP. `auto`: where nothing faster fits."""
+    at a time; a model that is trained whole is stepped on the host. Same numbers; a step waits for the bus
+    where a micro-batch is short. `on`: an adapter stays on the device. `all`: it lives, and is stepped, on
+    the host too. Several processes: `on`, under an adapter and DDP. `auto`: where nothing faster fits."""
 
     preflight: Literal["auto", "on", "off"] = "auto"
     """Try the heaviest batch, an evaluation and a save before the first step, and undo it to the bit: a run
@@ -157,12 +158,13 @@ class Memory(Section):
 
     @model_validator(mode="after")
     def _passes_one_layer_at_a_time(self) -> Memory:
-        if self.weights_offload != "on" or self.streamed_layers == "on":
+        if self.weights_offload not in ("on", "all") or self.streamed_layers == "on":
             return self
         if self.activation_checkpointing == "off" or self.checkpoint_every not in ("auto", 1):
             raise ValueError(
-                "memory.weights_offload: on brings one layer's weights at a time, and layers keep only their "
-                "inputs; remove memory.activation_checkpointing and memory.checkpoint_every, or set "
+                f"memory.weights_offload: {self.weights_offload} brings one layer's weights at a time, and "
+                "layers keep only their inputs; remove memory.activation_checkpointing and "
+                "memory.checkpoint_every, or set "
                 "memory.streamed_layers: on"
             )
         return self

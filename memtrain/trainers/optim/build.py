@@ -119,7 +119,9 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
     norms = _norms(gradients)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     if max_norm != float("inf"):
-        is_one = len({gradient.device for gradient in gradients}) == 1
+        devices = {gradient.device.type for gradient in gradients}
+        # A traced host's tensors have no data, and no foreach kernels.
+        is_one = len(devices) == 1 and devices != {"meta"}
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=is_one or None)
     return norm
 

@@ -37,14 +37,28 @@ def offloaded(make_settings: Make) -> Make:
 
 def test_of_a_model_with_an_adapter_the_layers_are_away_and_the_ends_stay(offloaded: Make, shape: ModelShape):
     found = away(offloaded(adapter=Adapter(r=4)), shape)
-    assert found == (5 * 2 * LAYER, 2 * LAYER, 0, 0)
+    assert found == (5 * 2 * LAYER, 2 * LAYER, 0, 0, 0)
     packed = away(offloaded(adapter=Adapter(r=4), quantize="4bit"), shape)
     assert packed.layer == (LAYER - 128) // 2 + 2 * 128
 
 
+def test_an_adapter_may_go_along_with_its_gradients_and_moments(offloaded: Make, shape: ModelShape):
+    adapter = Adapter(r=4)
+    settings = offloaded(adapter=adapter, adapters_offload=True)
+    own = 4 * (64 + 64 + 2 * (64 + 32) + 64 + 64 + 3 * (64 + 96))
+    assert away(settings, shape) == (5 * (2 * LAYER + 4 * own), 2 * LAYER + 4 * own, 4 * own, 0, 0)
+    reported = estimate(settings, shape, BATCH, accumulates=True)
+    saving = {owned.owner: owned.num_bytes for owned in reported.phases[-1].owners}
+    assert "optimizer" not in saving
+    assert saving["weights"] == 2 * (2 * 128 * 64 + 64)
+    host = host_bytes(settings, shape, BATCH, 0, reported)
+    assert host["states of the host's weights"] == 8 * 5 * own
+    assert host["gradients"] >= 4 * 5 * own
+
+
 def test_of_a_model_that_is_trained_whole_all_but_the_last_norm_is_away(offloaded: Make, shape: ModelShape):
     settings = offloaded(master_weights=True, in_backward=True)
-    assert away(settings, shape) == (5 * 2 * LAYER, 2 * LAYER, 2 * 128 * 64, 2 * 128 * 64)
+    assert away(settings, shape) == (5 * 2 * LAYER, 2 * LAYER, 2 * LAYER, 2 * 128 * 64, 2 * 128 * 64)
     assert device_bytes(settings, shape) == NUM_BUFFERS * 2 * LAYER
     reported = estimate(settings, shape, BATCH, accumulates=False)
     saving = {owned.owner: owned.num_bytes for owned in reported.phases[-1].owners}

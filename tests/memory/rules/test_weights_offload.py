@@ -22,6 +22,13 @@ def test_a_recipe_that_says_so_gets_it_with_checkpointing(ask, facts):
     assert settings.checkpoint_every == 1 or settings.slice_tokens
 
 
+def test_an_adapter_goes_along_where_the_recipe_says_so(ask, facts):
+    stays = ask(facts, **ON, model__adapter={"r": 8}).settings
+    goes = ask(facts, **HALF, memory__weights_offload="all", model__adapter={"r": 8}).settings
+    assert (stays.weights_offload, stays.adapters_offload) == (True, False)
+    assert (goes.weights_offload, goes.adapters_offload) == (True, True)
+
+
 def test_it_is_found_where_nothing_else_fits_and_not_before(ask, facts):
     assert not ask(facts, **HALF).settings.weights_offload
     tight = ask(facts, **HALF, memory__budget="2GiB").settings
@@ -34,6 +41,10 @@ def test_it_is_found_where_nothing_else_fits_and_not_before(ask, facts):
     ("said", "reason"),
     [
         ({"cluster__processes": 2}, "each process brings in weights of its own"),
+        (
+            {"cluster__processes": 2, "model__adapter": {"r": 8}, "memory__weights_offload": "all"},
+            "each process brings in weights of its own",
+        ),
         (
             {"cluster__processes": 2, "cluster__engine": "fsdp2", "model__adapter": {"r": 8}},
             "each process brings in weights of its own",

@@ -2,8 +2,9 @@
 
 When: the weights, or their gradients and states, are what does not fit. Saves: all layers but two buffers; of
 a model that is trained whole also gradients, moments, float32 copies, the embedding and the head, as the host
-steps them. Costs: each layer crosses the bus in the forward pass and again in the backward pass, and its
-gradients once: hidden behind long micro-batches; host memory; the step at the speed of the host's memory.
+steps them; of an adapter that goes along (`all`) its weights, gradients and moments. Costs: each layer
+crosses the bus in the forward pass and again in the backward pass, and its gradients once: hidden behind long
+micro-batches; host memory; the step at the speed of the host's memory.
 Exact: bytes are copied, a layer is recomputed as under checkpointing; on a GPU the host's AdamW rounds apart.
 Refused: with several processes but under an adapter and DDP (each has its own copy), for methods that write
 completions, with 8-bit weights, and without layers that keep only their input.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import MIB
 from memtrain.memory.rules.compiled_layers import IN_PARTS
 from memtrain.memory.rules.weights_offload import EACH_ITS_OWN, goes_with_others, is_asked, refusal_of
 from memtrain.memory.strategies.base import ON_A_GPU, Conflict, Strategy, StrategyContext, Updates, on_off
@@ -26,7 +28,18 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     passes_layers = settings.checkpoint_every == 1 or settings.slice_tokens > 0
     if not passes_layers and not is_asked(case.asked):
         return ()
-    return ({"weights_offload": True},)
+    frozen, everything = {"weights_offload": True}, {"weights_offload": True, "adapters_offload": True}
+    if settings.adapter is None:
+        return (frozen,)
+    asked = case.recipe.memory.weights_offload
+    if asked == "all":
+        return (everything,)
+    is_large = 8 * case.facts.shape.num_adapter(settings.adapter) >= LARGE_ADAPTER
+    return (frozen, everything) if asked != "on" and is_large else (frozen,)
+
+
+LARGE_ADAPTER = 512 * MIB
+"""Bytes of an adapter's weights and gradients from which on a plan tries it on the host. Taste."""
 
 
 def refusal(case: StrategyContext) -> str | None:
@@ -37,13 +50,17 @@ def refusal(case: StrategyContext) -> str | None:
 
 
 def _steps_elsewhere(settings: Settings) -> bool:
-    return settings.adapter is None and not OPTIMIZERS[settings.optimizer].steps_on_host
+    return not _is_frozen(settings) and not OPTIMIZERS[settings.optimizer].steps_on_host
+
+
+def _is_frozen(settings: Settings) -> bool:
+    return settings.adapter is not None and not settings.adapters_offload
 
 
 def _divides_weights(settings: Settings) -> bool:
     if settings.num_processes == 1:
         return False
-    return not goes_with_others(settings.engine, settings.adapter is not None, settings.context_parallel > 1)
+    return not goes_with_others(settings.engine, _is_frozen(settings), settings.context_parallel > 1)
 
 
 STRATEGY = Strategy(
@@ -57,11 +74,13 @@ STRATEGY = Strategy(
     recovery="weights",
     evidence="weights that travel",
     is_used=lambda settings: settings.weights_offload,
-    wish=lambda recipe: on_off(recipe.memory.weights_offload),
+    wish=lambda recipe: on_off(
+        {"all": "on"}.get(recipe.memory.weights_offload, recipe.memory.weights_offload)
+    ),
     use_keys=lambda recipe: {"memory.weights_offload": "on"},
     never_keys=lambda recipe: {"memory.weights_offload": "off"},
     changes=changes,
-    without={"weights_offload": False},
+    without={"weights_offload": False, "adapters_offload": False},
     refusal=refusal,
     conflicts=(
         Conflict(
@@ -83,19 +102,19 @@ STRATEGY = Strategy(
             when=_steps_elsewhere,
         ),
         Conflict(
-            "optimizer_offload of all weights",
+            "optimizer_offload of weights stepped there",
             "the states are on the host with their weights",
-            when=lambda settings: settings.optimizer_offload and settings.adapter is None,
+            when=lambda settings: settings.optimizer_offload and not _is_frozen(settings),
         ),
         Conflict(
-            "compressed_moments of all weights",
+            "compressed_moments of weights stepped there",
             "moments wait on the host, where 8 bits save no device memory",
-            when=lambda settings: settings.compressed_moments and settings.adapter is None,
+            when=lambda settings: settings.compressed_moments and not _is_frozen(settings),
         ),
         Conflict(
-            "float16 of all weights",
+            "float16 weights stepped there",
             "gradients on two devices are not unscaled together",
-            when=lambda settings: settings.dtype == "float16" and settings.adapter is None,
+            when=lambda settings: settings.dtype == "float16" and not _is_frozen(settings),
         ),
         Conflict(
             "a load-balance loss of routers",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
+from memtrain.memory.estimate.weights_offload import moves_trained
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.offload.copy_engines import CopyEngine, CudaEngine
 from memtrain.trainers.model.streamed.apply import layers_of
@@ -22,8 +23,9 @@ and they go with it."""
 def weights_on_host(model: nn.Module, settings: Settings, engine: CopyEngine) -> LayerWeights | None:
     """The layers' weights in host memory, and all else of `model` on the device; None where they stay.
 
-    Of a model with an adapter its frozen weights of layers: an adapter's own are few, and stay on the device,
-    with the embedding and the head. Of a model that is trained whole, these two live on the host as well.
+    Of a model with an adapter its frozen weights of layers, and the adapter's where the settings say so; the
+    embedding and the head stay on the device. Of a model that is trained whole, these two live on the host as
+    well.
 
     Raises: LaunchError when the model has no layers that are passed one at a time.
     """
@@ -40,9 +42,8 @@ def weights_on_host(model: nn.Module, settings: Settings, engine: CopyEngine) ->
     if known is not None:
         return known
     device = device_of(engine)
-    takes_all = settings.adapter is None
-    made = LayerWeights(layers, engine, device, _of_layers(layers, takes_all=takes_all))
-    if takes_all:
+    made = LayerWeights(layers, engine, device, _of_layers(layers, takes_all=moves_trained(settings)))
+    if settings.adapter is None:
         EndWeights(_ends(model), made)
     _move_rest(model, made, device)
     vars(layers[0])[HOME] = made
@@ -59,9 +60,9 @@ def chosen(model: nn.Module, settings: Settings) -> list[nn.Parameter]:
     """The weights of a model that `settings` let live on the host."""
     if not settings.weights_offload:
         return []
-    takes_all = settings.adapter is None
-    ends = [module._parameters.get("weight") for module in _ends(model)] if takes_all else []
-    return [*_of_layers(layers_of(model), takes_all=takes_all), *(one for one in ends if one is not None)]
+    ends = [module._parameters.get("weight") for module in _ends(model)] if settings.adapter is None else []
+    in_layers = _of_layers(layers_of(model), takes_all=moves_trained(settings))
+    return [*in_layers, *(one for one in ends if one is not None)]
 
 
 def _of_layers(layers: list[nn.Module], *, takes_all: bool) -> list[nn.Parameter]:
