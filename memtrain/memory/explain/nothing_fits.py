@@ -41,6 +41,12 @@ FULL = (
 )
 """Changes by which all weights are trained on one small card: each is stepped in the backward pass, which no
 norm of all gradients and no second micro-batch waits for."""
+SPLIT = Change("optim.copies: split", {}, {"optim.copies": "split"})
+AT_ONCE = Change("save.async_save: false", {}, {"save.async_save": False})
+UNCLIPPED = Change("optim.max_grad_norm: null", {}, {"optim.max_grad_norm": None})
+ON_HOST = ((SPLIT,), (AT_ONCE,), (SPLIT, AT_ONCE), (SPLIT, UNCLIPPED), (SPLIT, AT_ONCE, UNCLIPPED))
+"""Changes by which the host holds less: the bits of float32 copies that weights lack, no second copy for
+a save in the background, and gradients of one layer in place of all, as nothing waits for their norm."""
 LORA = Change("model.adapter: {kind: lora}", {"adapter": Adapter()}, {"model.adapter": Adapter()})
 
 Plan = Callable[[SourcedRecipe, PlannerInputs], Priced | None]
@@ -68,7 +74,7 @@ class NoPlan(DoesNotFit):
 def nothing_fits(found: NoPlan, plan: Plan) -> DoesNotFit:
     """The error: the smallest plan there is, its largest owners, and three ways out that were planned."""
     closest, budget, asked, facts = found.closest, found.budget, found.asked, found.facts
-    search = _Search(closest, budget, asked, facts, plan)
+    search = _Search(closest, budget, asked, facts, plan, lacks_host=bool(found.shortage))
     ways = search.nearest()
     whole = search.all_weights()
     fix = OR.join(way.words() for way in (*ways, *(() if whole is None else (whole,))))
@@ -96,9 +102,17 @@ class _Search:
     """Ways out of one recipe."""
 
     def __init__(
-        self, closest: Priced, budget: int, asked: SourcedRecipe, facts: PlannerInputs, plan: Plan
+        self,
+        closest: Priced,
+        budget: int,
+        asked: SourcedRecipe,
+        facts: PlannerInputs,
+        plan: Plan,
+        *,
+        lacks_host: bool,
     ) -> None:
         self.closest, self.budget, self.asked, self.plan = closest, budget, asked, plan
+        self._lacks_host = lacks_host
         # A way that needs bitsandbytes is one, whether or not it is installed here.
         self.facts = replace(facts, presumed=facts.presumed | {"bitsandbytes"})
 
@@ -124,6 +138,8 @@ class _Search:
 
     def _each(self) -> Iterator[Suggestion | None]:
         changes = self._changes()
+        if self._lacks_host:
+            yield self._host()
         yield next(changes, None)
         yield self._gpus(None) or self._gpus(None, shares_rows=True)
         yield self._card(None)
@@ -153,6 +169,20 @@ class _Search:
             if made is not None:
                 return made
         return None
+
+    def _host(self) -> Suggestion | None:
+        """The fewest changes by which plans that fit the device fit the host too."""
+        for changes in ON_HOST:
+            news = tuple(one for one in changes if not self._has(one))
+            made = self._planned(news, {}, self.facts) if news else None
+            if made is not None:
+                return made
+        return None
+
+    def _has(self, change: Change) -> bool:
+        """Whether the recipe says so already."""
+        recipe = self.asked.recipe
+        return all(with_key(recipe, key, value) == recipe for key, value in change.keys.items())
 
     def _changes(self) -> Iterator[Suggestion]:
         for way in self.arithmetic:

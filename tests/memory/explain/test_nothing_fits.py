@@ -54,6 +54,19 @@ def test_the_peak_of_a_way_out_is_that_of_the_plan_one_gets(ask: Ask, facts_of: 
     assert f"H100 of 79.10 GiB (peak {gib(card.prediction.peak.num_bytes)})" in reported[2]
 
 
+def test_where_the_host_is_what_is_short_the_first_way_out_is_one_that_spares_it(
+    ask: Ask, facts_of: Any, profile_of: Any
+):
+    """8 billion float32 copies are 30 GiB: half of them have room in 128 GB, and the numbers are the same."""
+    known = facts(facts_of, profile_of, "llama-3.1-8b", "4090")
+    small = replace(known, hardware=replace(known.hardware, host_bytes=128 * 10**9))
+    half = {"model__dtype": "bfloat16", "optim__master_weights": True}
+    what, reported = ways(ask, small, **half)
+    assert "beyond it in host memory: the plan needs 12" in what
+    split = ask(small, **half, optim__copies="split")
+    assert reported[0] == f"optim.copies: split (peak {gib(split.prediction.peak.num_bytes)})"
+
+
 def test_all_weights_of_8b_on_24_gib_have_a_way_out_that_people_take(
     ask: Ask, facts_of: Any, profile_of: Any
 ):
