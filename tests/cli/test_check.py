@@ -138,15 +138,52 @@ def test_faults_of_keys_do_not_hide_those_of_the_model_the_data_and_the_packages
     assert "my.yaml:2:9 (model.path)" in reported
 
 
-def test_a_part_whose_own_keys_are_at_fault_is_not_looked_at(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("recipe", "errors"),
+    [
+        pytest.param(
+            "method: sft\nmodel: {path: ./nomodel, dtyp: float32}\n"
+            "data: {train: c.jsonl, colums: {text: x}}\n",
+            (
+                "model.dtyp: unknown key",
+                "data.colums: unknown key",
+                "there is no folder ./nomodel",
+                "there is no file 'c.jsonl'",
+            ),
+            id="unknown keys",
+        ),
+        pytest.param(
+            "method: sft\nmodel: {path: ./nomodel, dtype: 3}\n"
+            "data:\n  train: [{source: c.jsonl, weight: 1}, a.jsonl]\n"
+            "  eval: {math: d.jsonl, chat: a.jsonl}\n",
+            (
+                "model.dtype: 3; it must be",
+                "only some sources of data.train have a weight",
+                "there is no folder ./nomodel",
+                "there is no file 'c.jsonl'",
+                "there is no file 'd.jsonl'",
+            ),
+            id="wrong values and broken rules",
+        ),
+        pytest.param(
+            "method: sft\nmodel: {path: 3, config: gone.json}\ndata: {train: {source: [x]}, eval: d.jsonl}\n",
+            (
+                "no tokenizer of its own",
+                "model.path: ",
+                "data.train.0.source: a list was given",
+                "gone.json",
+                "there is no file 'd.jsonl'",
+            ),
+            id="paths that are at fault themselves",
+        ),
+    ],
+)
+def test_a_missing_model_or_file_is_told_beside_another_fault_of_its_section(
+    recipe: str, errors: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    (folder / "my.yaml").write_text(
-        "method: sft\nmodel: {path: ./nomodel, dtyp: float32}\ndata: {train: c.jsonl, colums: {text: x}}\n"
-    )
+    (folder / "my.yaml").write_text(recipe)
     assert main(["check", "my.yaml"]) == 2
-    reported = capsys.readouterr().err
-    assert [line.split(" ")[1] for line in reported.splitlines() if line.startswith("error")] == [
-        "model.dtyp:",
-        "data.colums:",
-    ]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == len(errors), lines
+    for line, words in zip(lines, errors, strict=True):
+        assert words in line

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memtrain.cli.plan.check_paths import missing_paths
 from memtrain.cli.plan.check_rewards import check_rewards
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.errors import DataError, Fault, LaunchError, MemtrainError, RecipeError
@@ -65,14 +66,16 @@ def check_rest(recipe: str, overrides: Sequence[str], error: RecipeError) -> Rec
     rest = load_rest(recipe, overrides)
     if rest is None:
         return error
+    loaded, at_fault = rest
+    more = missing_paths(loaded, at_fault)
     try:
-        check_run(*rest)
-    except MemtrainError as more:
-        every = RecipeError([*error.faults, *(fault for fault in more.faults if fault not in error.faults)])
-        for note in getattr(error, "__notes__", ()):
-            every.add_note(note)
-        return every
-    return error
+        check_run(loaded, frozenset(str(key[0]) for key in at_fault))
+    except MemtrainError as found:
+        more += found.faults
+    every = RecipeError(list(dict.fromkeys([*error.faults, *more])))
+    for note in getattr(error, "__notes__", ()):
+        every.add_note(note)
+    return every
 
 
 def check_run(loaded: LoadedRecipe, left_out: frozenset[str] = frozenset()) -> list[Line]:

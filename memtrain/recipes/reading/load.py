@@ -98,9 +98,11 @@ def load_recipe(
     return _loaded(tree, path, text, overrides, method, faults)
 
 
-def load_rest(path_or_name: str, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe, frozenset[str]] | None:
-    """(a faulty recipe without the keys at fault, the sections that the keys lie in): for more checks of the
-    rest. None where nothing holds."""
+def load_rest(
+    path_or_name: str, overrides: Sequence[str] = ()
+) -> tuple[LoadedRecipe, frozenset[tuple[str | int, ...]]] | None:
+    """(a faulty recipe without the keys at fault, these keys): for more checks of the rest. None where
+    nothing holds."""
     path = find_recipe(path_or_name)
     faults = Faults()
     text = _text(path, None)
@@ -112,7 +114,7 @@ def load_rest(path_or_name: str, overrides: Sequence[str] = ()) -> tuple[LoadedR
     if recipe is None:
         return None
     rest = LoadedRecipe(recipe, path, text, tuple(overrides), tree)
-    return rest, frozenset(str(key[0]) for key in left_out)
+    return rest, left_out
 
 
 def load_text(text: str, name: str) -> LoadedRecipe:

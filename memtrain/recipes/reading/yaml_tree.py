@@ -144,6 +144,8 @@ def find(node: Node, path: Path) -> tuple[Place, Node] | None:
         elif isinstance(node, Items) and isinstance(part, int) and part < len(node.items):
             node = node.items[part]
             place = node.place
+        elif part == 0 and not isinstance(part, str) and not isinstance(node, Items):
+            continue  # a list of one item, written without brackets
         else:
             return None
     return place, node
