@@ -163,7 +163,8 @@ class Bench:
         Raises: MemtrainError of every kind, for a plan that cannot be made.
         """
         from memtrain.cli.measure.variants import variant
-        from memtrain.cli.plan.make_plan import facts_of, make_plan, model_config
+        from memtrain.cli.plan.make_plan import facts_of, make_plan
+        from memtrain.cli.plan.model_config import model_config
         from memtrain.memory.hardware.devices import detect
         from memtrain.recipes.reading.load import load_recipe
         from memtrain.trainers.tools.verify.plans import on_one_process

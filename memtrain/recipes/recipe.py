@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 from pydantic import model_validator
@@ -43,6 +44,11 @@ HAS_ANSWERS = tuple(name for name, method in METHODS.items() if method.num_answe
 """Methods whose rows are a prompt with one or two answers."""
 
 
+@cache
+def _default_section(method: MethodName) -> Section:
+    return SECTIONS[method]()
+
+
 class Recipe(Section):
     """A training run, as asked. What is not written takes the default shown in docs/recipe.md."""
 
@@ -77,7 +83,7 @@ class Recipe(Section):
     @property
     def own(self) -> Section:
         """The section of the method, with its defaults where the recipe has none."""
-        return getattr(self, self.method) or SECTIONS[self.method]()
+        return getattr(self, self.method) or _default_section(self.method)
 
     @property
     def ranks_the_batch(self) -> bool:

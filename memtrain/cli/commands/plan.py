@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,9 @@ from memtrain.errors import RecipeError
 if TYPE_CHECKING:
     from memtrain.cli.plan.answer import Answer
     from memtrain.trainers.tools.trace.client import Traced
+
+GC_THRESHOLD = 100_000
+"""New objects after which the collector looks for cycles (700 of itself): a tenth of a plan's time."""
 
 Gpu = Annotated[
     str | None,
@@ -86,6 +90,8 @@ def plan(
     Nothing is started, and no GPU is needed. The numbers come from arithmetic; --trace checks them on the
     run's own step. Of a model: a table of LoRA, QLoRA and full fine-tuning on common cards.
     """
+    # A plan makes many small objects and few cycles: the collector would look through all of them often.
+    gc.set_threshold(GC_THRESHOLD)
     from memtrain.cli.plan.model_table import is_model
 
     if is_model(recipe):

@@ -33,7 +33,7 @@ def score(
     With `memory.weights_offload=on` layers are read from their files whenever they are called, one at a time.
     """
     from memtrain.cli.output.previous_notes import print_renamed
-    from memtrain.cli.plan.make_plan import model_config
+    from memtrain.cli.plan.model_config import model_config
     from memtrain.memory.hardware.devices import detect
     from memtrain.memory.rules.ledger import SourcedRecipe
     from memtrain.memory.rules.score_settings import scoring_settings

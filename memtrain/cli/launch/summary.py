@@ -6,15 +6,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
 
 from memtrain.cli.output.terminal import print_table, print_text, whole
-from memtrain.cli.plan.make_plan import Planned
 from memtrain.cli.plan.tables import rows_words, why_words
 from memtrain.errors import printable
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.run_folder.folder import RunFolder
+
+if TYPE_CHECKING:
+    from memtrain.cli.plan.make_plan import Planned
 
 EVERY_S = 0.5
 

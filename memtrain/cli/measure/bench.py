@@ -13,7 +13,8 @@ from typing import Any
 
 from memtrain.cli.measure.variants import Variant, ablations, predicted_of, variant, waterfall
 from memtrain.cli.output.previous_notes import read_recipe
-from memtrain.cli.plan.make_plan import Planned, facts_of, make_plan, model_config
+from memtrain.cli.plan.make_plan import Planned, facts_of, make_plan
+from memtrain.cli.plan.model_config import model_config
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import detect
 from memtrain.memory.plan.plan import Plan

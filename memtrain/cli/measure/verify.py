@@ -28,7 +28,8 @@ def verified(
     Raises: RecipeError, DataError, LaunchError, DoesNotFit.
     """
     from memtrain.cli.output.previous_notes import read_recipe
-    from memtrain.cli.plan.make_plan import make_plan, model_config
+    from memtrain.cli.plan.make_plan import make_plan
+    from memtrain.cli.plan.model_config import model_config
     from memtrain.trainers.tools.verify.shrink import shrunk
     from memtrain.trainers.tools.verify.verify import verify
 

@@ -80,7 +80,7 @@ def _given_config(model: Model, config: Mapping[str, Any]) -> Mapping[str, Any]:
     if config.get("model_type") in FAMILIES:
         has_vocabulary = "vocab_size" in config or model.tokenizer != "builtin:tiny"
         return config if has_vocabulary else {"vocab_size": _tiny_vocabulary(), **config}
-    from memtrain.cli.plan.make_plan import own_config
+    from memtrain.cli.plan.model_config import own_config
 
     return cast(Mapping[str, Any], own_config(model))
 
@@ -226,7 +226,7 @@ def facts_without_data(
 
     Raises: RecipeError where no length is given.
     """
-    from memtrain.cli.plan.make_plan import reward_shapes, teacher_shape
+    from memtrain.cli.plan.model_config import reward_shapes, teacher_shape
 
     recipe = asked.recipe
     profile = assumed_profile(asked, shares_prompts=True)

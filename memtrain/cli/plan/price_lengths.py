@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memtrain.cli.plan.make_plan import model_config, teacher_shape
+from memtrain.cli.plan.model_config import model_config, teacher_shape
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, typical_micro_batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memtrain.cli.plan.make_plan import model_config
+from memtrain.cli.plan.model_config import model_config
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.workload import DTYPE_BYTES

@@ -66,8 +66,7 @@ class EngineNeed:
 
 def own_engine(recipe: Recipe) -> Vllm | None:
     """The section of a run that starts a vLLM process; None where it starts none."""
-    generate = recipe.generation
-    if recipe.online is None or generate.backend != "vllm":
+    if recipe.online is None or (generate := recipe.generation).backend != "vllm":
         return None
     section = generate.vllm or Vllm()
     return section if section.server is None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+from memtrain.recipes.reading.field_docs import sentences_of
 from memtrain.recipes.reading.field_types import (
     Annotation,
     choices,
@@ -125,7 +126,7 @@ def sentence(path: Path) -> str:
     section = _section_at(path[:-1])
     if section is None or not path or str(path[-1]) not in section.model_fields:
         return ""
-    text = " ".join((section.model_fields[str(path[-1])].description or "").split())
+    text = sentences_of(section, str(path[-1]))
     return text.split(". ")[0].rstrip(".") + "." if text else ""
 
 

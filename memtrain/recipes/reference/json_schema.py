@@ -11,6 +11,7 @@ from pydantic_core import core_schema
 
 from memtrain.recipes.formats import detect
 from memtrain.recipes.reading.error_messages import default_words
+from memtrain.recipes.reading.field_docs import sentences_of
 from memtrain.recipes.reading.field_types import describe, field_types, item_of, section_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import Section, one_or_many, parse_bytes
@@ -46,6 +47,13 @@ class _Generator(GenerateJsonSchema):
             sets = {"type": "object", "additionalProperties": {"anyOf": [*one, several]}}
             return {"anyOf": [*one, several, sets]}
         return inner
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        made, section = super().model_schema(schema), schema["cls"]
+        for name, value in made.get("properties", {}).items():
+            if issubclass(section, Section) and (text := sentences_of(section, name)):
+                value["description"] = text
+        return made
 
     def int_schema(self, schema: core_schema.IntSchema) -> JsonSchemaValue:
         return {"anyOf": [super().int_schema(schema), _INTERPOLATION]}
@@ -149,7 +157,7 @@ def _table(prefix: str, section: type[Section]) -> str:
     for name, annotation in field_types(section).items():
         field = section.model_fields[name]
         inner = section_of(annotation)
-        summary = " ".join((field.description or "").split())
+        summary = sentences_of(section, name)
         if inner is not None:
             takes = "a section, or null" if field.default is None else "a section"
             summary = summary or " ".join((inner.__doc__ or "").split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from memtrain.recipes.reading.field_docs import sentences_of
 from memtrain.recipes.reading.field_types import field_types, section_of
 from memtrain.recipes.reading.shipped import configs_dir
 from memtrain.recipes.recipe import Recipe
@@ -59,4 +60,4 @@ def starter_recipe(method: str, file_name: str = "recipe.yaml") -> str:
 
 def _comment(above: str, name: str) -> str:
     section = section_of(field_types(Recipe)[above])
-    return " ".join(((section.model_fields[name].description if section else None) or "").split())
+    return sentences_of(section, name) if section else ""

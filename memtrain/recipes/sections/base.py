@@ -20,11 +20,12 @@ UNITS = {
 
 
 class Section(BaseModel):
-    """A part of a recipe: unknown keys are refused, nothing is coerced, nothing changes after reading."""
+    """A part of a recipe: unknown keys are refused, nothing is coerced, nothing changes after reading.
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, validate_default=True
-    )
+    The text under a field is its documentation; `reading.field_docs` reads it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
 
 
 def changes(section: Section, name: str) -> bool:
