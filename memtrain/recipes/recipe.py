@@ -146,8 +146,7 @@ class Recipe(Section):
         own = (REWARD,) if self.online is not None else (LOSS, *METHODS[self.method].eval_metrics)
         if self.method == "sft" and self.sft is not None and self.sft.loss == "dft":
             own = (LOSS,)
-        if self.eval.metrics is not None:
-            own = (*own, *(one.label for one in self.eval.metrics.functions))
+        own = (*own, *self.eval.metric_names)
         sets = (f"{name}{SET_MARK}{metric}" for name in self.data.eval_sets for metric in own)
         return (*own, *sets)
 

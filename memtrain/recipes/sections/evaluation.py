@@ -146,6 +146,11 @@ class Eval(Section):
     """End the run when held-out rows show no gain: `{patience: 3}`. Not given: it makes all its steps."""
 
     @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics that come from functions."""
+        return tuple(one.label for one in self.metrics.functions) if self.metrics is not None else ()
+
+    @property
     def writes(self) -> bool:
         """Whether completions are asked for beside the training."""
         return self.samples is not None or self.metrics is not None

@@ -43,6 +43,7 @@ def open_sinks(plan: Plan, folder: RunFolder, ranks: Ranks, position: TrainState
                 every_steps=plan.recipe.log.every_steps,
                 first_step=position.step,
                 log=folder.log,
+                metrics=plan.recipe.eval.metric_names,
             )
         )
 

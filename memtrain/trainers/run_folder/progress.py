@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -41,11 +41,13 @@ class Progress:
         log: Path | None = None,
         console: Console | None = None,
         is_shown: bool = True,
+        metrics: Sequence[str] = (),
     ) -> None:
         self.total_steps = total_steps
         self.every_steps = every_steps
         self.first_step = first_step
         self.is_shown = is_shown
+        self._metrics = metrics
         self._log = log
         self._console = console or Console(highlight=False)
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW_STEPS)
@@ -91,18 +93,20 @@ class Progress:
             self._line(f"step {step.step:>{len(str(self.total_steps))}}/{self.total_steps}  {figures}", True)
 
     def evaluated(self, event: EvalEvent) -> None:
-        """Tell the held-out loss, or the reward where completions were written and judged."""
+        """Tell the held-out loss, or the reward where completions were written and judged, and the metrics of
+        a Python file."""
         figures = f"loss {decimal(event.loss)}"
         if event.extra and REWARD in event.extra:
             figures = f"reward {decimal(event.extra[REWARD])}{length_words(event)}"
         if pairs := pair_words(event):
             figures += f"  {pairs}"
-        of_sets = [
+        names = (LOSS, REWARD, *self._metrics)
+        more = [
             f"{key} {decimal(value)}"
             for key, value in event.extra.items()
-            if key.endswith((f"{SET_MARK}{LOSS}", f"{SET_MARK}{REWARD}"))
+            if key in self._metrics or key.endswith(tuple(f"{SET_MARK}{name}" for name in names))
         ]
-        self.print_line("  ".join([f"step {event.step}  held-out {figures}", *of_sets]))
+        self.print_line("  ".join([f"step {event.step}  held-out {figures}", *more]))
 
     def print_line(self, text: str) -> None:
         """Tell something in a line of its own."""

@@ -86,3 +86,13 @@ def test_zero_has_no_sign():
         "-0.5000",
         "1.2500",
     ]
+
+
+def test_an_evaluation_shows_the_metrics_of_a_python_file():
+    file = io.StringIO()
+    progress = Progress(4, console=Console(file=file, width=200), metrics=("exact",))
+    extra = {"entropy": 2.0, "math/loss": 1.25, "math/entropy": 2.0, "exact": 0.5, "math/exact": 0.25}
+    progress.evaluated(EvalEvent(step=4, loss=1.5, tokens=10, extra=extra))
+    assert file.getvalue() == (
+        "step 4  held-out loss 1.5000  math/loss 1.2500  exact 0.5000  math/exact 0.2500\n"
+    )

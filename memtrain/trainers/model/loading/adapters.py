@@ -107,6 +107,8 @@ def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
     with warnings.catch_warnings():
         # PEFT up to 0.21 reads the name that transformers 5.23 renamed.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.* is deprecated")
+        # Tied weights that were saved apart: each is loaded as its own, and merging unties them.
+        warnings.filterwarnings("ignore", ".*ensure_weight_tying.*")
         is_empty = model.device.type == "meta"
         place = "cpu" if is_empty else str(model.device)
         try:

@@ -15,19 +15,6 @@ MOST_COLUMNS = 8
 """Steps whose samples are shown side by side: the first, the last, and some between. Taste."""
 
 
-def set_rows(evals: Sequence[EvalEvent], sets: Sequence[str]) -> list[Row]:
-    """(name, first -> last value) of the held-out loss, or reward, of each named evaluation set."""
-    rows: list[Row] = []
-    for name in sets:
-        for metric in (LOSS, REWARD):
-            key = f"{name}{SET_MARK}{metric}"
-            values = [event.extra[key] for event in evals if key in event.extra]
-            ends = [values[0], values[-1]] if len(values) > 1 else values
-            if ends:
-                rows.append((f"held-out {metric} of {name}", " -> ".join(decimal(value) for value in ends)))
-    return rows
-
-
 def ending_rows(final: FinalEvent | None) -> list[Row]:
     """(name, words) of the reason that a run ended early, and of the weights that are its model."""
     if final is None:
@@ -51,17 +38,19 @@ def sample_columns(
     ]
 
 
-def pair_rows(evals: Sequence[EvalEvent]) -> list[Row]:
-    """(name, first -> last value) of the held-out accuracy and margin of pairs; nothing for other methods."""
+def held_out_rows(evals: Sequence[EvalEvent], plan: Plan | None) -> list[Row]:
+    """(name, first -> last value) of the held-out figures beside the loss: accuracy and margin of pairs, the
+    metrics of a Python file, and both the loss and these metrics of each named evaluation set."""
+    sets = plan.recipe.data.eval_sets if plan is not None else ()
+    metrics = plan.recipe.eval.metric_names if plan is not None else ()
+    names = {"rewards/accuracies": "accuracy", "rewards/margins": "margin"} | {one: one for one in metrics}
+    keys = [(key, f"held-out {name}") for key, name in names.items()]
+    for name in sets:
+        keys += [(f"{name}{SET_MARK}{one}", f"held-out {one} of {name}") for one in (LOSS, REWARD, *metrics)]
     rows: list[Row] = []
-    for key, name in (("rewards/accuracies", "held-out accuracy"), ("rewards/margins", "held-out margin")):
+    for key, name in keys:
         values = [event.extra[key] for event in evals if key in event.extra]
         if values:
             ends = [values[0], values[-1]] if len(values) > 1 else values
             rows.append((name, " -> ".join(decimal(value) for value in ends)))
     return rows
-
-
-def sets_of(plan: Plan | None) -> tuple[str, ...]:
-    """Names of the evaluation sets of a run; none where its plan is missing."""
-    return plan.recipe.data.eval_sets if plan is not None else ()

@@ -31,7 +31,7 @@ from memtrain.trainers.protocols.events import (
 from memtrain.trainers.run_folder.folder import RunFolder, Status
 from memtrain.trainers.run_folder.metrics import read_metrics
 from memtrain.trainers.run_folder.progress import ROLLOUT_TOKENS, decimal, duration, speed_tokens
-from memtrain.trainers.run_folder.report.evaluation_rows import ending_rows, pair_rows, set_rows, sets_of
+from memtrain.trainers.run_folder.report.evaluation_rows import ending_rows, held_out_rows
 from memtrain.trainers.run_folder.report.expert_rows import expert_words
 from memtrain.trainers.run_folder.report.rollout_words import (
     counted_words,
@@ -324,7 +324,7 @@ def _figures_table(report: Report) -> Table:
         table.add_row("turns", words)
     if words := eval_words(figures):
         table.add_row(eval_name(figures), words)
-    for row in (*pair_rows(report.evals), *set_rows(report.evals, sets_of(report.plan))):
+    for row in held_out_rows(report.evals, report.plan):
         table.add_row(*row)
     if figures.tokens_per_s is not None:
         counted = counted_words(figures.tokens, figures.loss_tokens, figures.lengths)

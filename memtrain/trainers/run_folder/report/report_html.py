@@ -20,10 +20,8 @@ from memtrain.trainers.run_folder.progress import duration
 from memtrain.trainers.run_folder.report.curves import curve_groups
 from memtrain.trainers.run_folder.report.evaluation_rows import (
     ending_rows,
-    pair_rows,
+    held_out_rows,
     sample_columns,
-    set_rows,
-    sets_of,
 )
 from memtrain.trainers.run_folder.report.expert_rows import expert_words, layers_of
 from memtrain.trainers.run_folder.report.report import (
@@ -113,7 +111,7 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
         tiles.append(("turns", *_value_and_remark(words)))
     if words := eval_words(figures):
         tiles.append((eval_name(figures), *_value_and_remark(words)))
-    more = (*pair_rows(report.evals), *set_rows(report.evals, sets_of(report.plan)))
+    more = held_out_rows(report.evals, report.plan)
     tiles += [(name, *_value_and_remark(words)) for name, words in more]
     if figures.tokens_per_s is not None:
         counted = counted_words(figures.tokens, figures.loss_tokens, figures.lengths)

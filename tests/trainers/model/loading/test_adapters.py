@@ -102,3 +102,21 @@ def test_an_adapter_that_would_not_be_honoured_is_refused(tiny_model: TinyModel,
     get_peft_model(tiny_model(), config).save_pretrained(tmp_path)
     with pytest.raises(LaunchError, match="is a PROMPT_TUNING adapter; only LoRA and DoRA are supported"):
         load_adapter(tiny_model(), str(tmp_path))
+
+
+def test_tied_weights_that_were_saved_apart_are_loaded_without_a_warning(
+    tiny_model: TinyModel, tmp_path: Path, recwarn: pytest.WarningsRecorder
+):
+    saved = ("embed_tokens", "lm_head")
+    add_adapter(
+        tied(tiny_model()), Adapter(target_modules=("q_proj",), modules_to_save=saved)
+    ).save_pretrained(str(tmp_path))
+    recwarn.clear()
+    load_adapter(tied(tiny_model()), str(tmp_path))
+    assert [str(one.message) for one in recwarn] == []
+
+
+def tied(model: Any) -> Any:
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model

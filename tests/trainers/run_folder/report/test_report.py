@@ -269,6 +269,28 @@ def test_held_out_accuracy_and_margin_of_pairs_are_reported(tmp_path: Path, make
     assert pair_words(EvalEvent(step=1, loss=1.0, tokens=1)) == ""
 
 
+def test_metrics_of_a_python_file_are_reported_of_all_rows_and_of_each_set(
+    tmp_path: Path, make_plan: Callable[..., Plan]
+):
+    plan = make_plan(
+        {
+            "data.eval_fraction": 0.0,
+            "data.eval": {"math": "builtin:arithmetic"},
+            "eval.metrics": {"functions": "./metrics.py:exact"},
+        }
+    )
+    evals = [
+        EvalEvent(step=at, loss=1.0, tokens=9, extra={"exact": share, "math/exact": share, "entropy": 2.0})
+        for at, share in ((2, 0.25), (4, 0.5))
+    ]
+    folder = run_folder(tmp_path, plan, [*evals])
+    shown = re.sub(r" +", " ", text_of(folder))
+    assert "held-out exact 0.2500 -> 0.5000" in shown
+    assert "held-out exact of math 0.2500 -> 0.5000" in shown
+    assert "held-out entropy" not in shown
+    assert "held-out exact of math" in write_report(folder).read_text()
+
+
 def test_the_speed_of_an_online_run_counts_its_rollouts(tmp_path: Path, make_plan: Callable[..., Plan]):
     """300 tokens in 3 steps of 1 s and one rollout of 7 s: 30 tokens/s, not 100."""
     steps: list[Event] = [
