@@ -5,7 +5,8 @@
 
 Each row: `memtrain plan RECIPE model.path=MODEL ... --gpu CARD --solve budget`, then the plan of that budget,
 then its step traced. `full`: every weight, AdamW with float32 copies; `LoRA`: rank 16 on the attention, over
-bfloat16; `QLoRA`: the same over NF4. 8 rows of 4,096 tokens a step; the host has 16 TiB. No GPU is asked.
+bfloat16; `QLoRA`: the same over NF4; `QLoRA+experts`: on every linear map and expert. 8 rows of 4,096 tokens
+a step; the host has 16 TiB. No GPU is asked.
 Results: benchmarks/results/mixtures.json.
 """
 
@@ -38,9 +39,16 @@ ATTENTION = {
     "deepseek-ai/DeepSeek-V3": "[q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj]",
 }
 """Linear maps of the attention, where they are others than q, k, v and o."""
-FORMS = {"full": "sft/llama-3.1-8b-full", "LoRA": "sft/llama-3.1-8b-lora", "QLoRA": "sft/llama-3.1-8b-qlora"}
+FORMS = {
+    "full": "sft/llama-3.1-8b-full",
+    "LoRA": "sft/llama-3.1-8b-lora",
+    "QLoRA": "sft/llama-3.1-8b-qlora",
+    "QLoRA+experts": "sft/llama-3.1-8b-qlora",
+}
 CARDS_GB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180, 288)
 """Sizes by which cards are sold; a program can use some 3% less than the GiB of the name."""
+NO_EXPERTS_IN_ALL_LINEAR = {"openai/gpt-oss-20b"}
+"""Models whose experts were never linear maps: `all-linear` leaves them alone, as another row has them."""
 USABLE = 0.97
 
 
@@ -50,7 +58,7 @@ def main() -> None:
     parser.add_argument(
         "models", nargs="*", help="other models than those of the table are not written to it"
     )
-    parser.add_argument("--forms", nargs="*", default=list(FORMS), help="some of full, LoRA, QLoRA")
+    parser.add_argument("--forms", nargs="*", default=list(FORMS), help=f"some of {', '.join(FORMS)}")
     parser.add_argument("--untraced", action="store_true", help="plan alone; earlier traces stay")
     parser.add_argument("--page", action="store_true", help="write the table from the results")
     asked = parser.parse_args()
@@ -58,6 +66,8 @@ def main() -> None:
     if not asked.page:
         for model in asked.models or MODELS:
             for form in asked.forms:
+                if form == "QLoRA+experts" and model in NO_EXPERTS_IN_ALL_LINEAR:
+                    continue
                 name = f"{model} {form}"
                 before = known["rows"].get(name, {}) if asked.untraced else {}
                 made = row(model, form, is_traced=not asked.untraced)
@@ -91,6 +101,7 @@ def row(model: str, form: str, *, is_traced: bool) -> dict[str, Any]:
         words.append("optim.master_weights=true")
     else:
         targets = ATTENTION.get(model, "[q_proj, k_proj, v_proj, o_proj]")
+        targets = targets if form != "QLoRA+experts" else "all-linear"
         words.append(f"model.adapter={{r: 16, alpha: 32, target_modules: {targets}}}")
     solved = said(["plan", *words, "--solve", "budget"])
     if solved is None:
@@ -129,7 +140,8 @@ def said(words: list[str]) -> dict[str, Any] | None:
 def table(known: dict[str, Any]) -> str:
     """The table in Markdown."""
     lines = [BEGIN, "|---|---|---|---|---|---|---|---|"]
-    for name, one in known.items():
+    models = list(dict.fromkeys(name.rsplit(" ", 1)[0] for name in known))
+    for name, one in sorted(known.items(), key=lambda item: models.index(item[0].rsplit(" ", 1)[0])):
         model, form = name.rsplit(" ", 1)
         lines.append(f"| {' | '.join([model.rsplit('/', 1)[-1], form, *cells(one)])} |")
     return "\n".join(lines)

@@ -42,6 +42,13 @@ def mend(folder: Path) -> None:
         path.write_bytes(whole + b"\n" if whole else b"")
 
 
+def to_make_again(records: list[Record]) -> set[str]:
+    """Stages that were made once and had a fault: it may be mended since."""
+    made = [one for one in records if "stage" in one]
+    names = [one["stage"] for one in made]
+    return {one["stage"] for one in made if "fault" in one and names.count(one["stage"]) == 1}
+
+
 def by_stage(records: list[Record]) -> dict[str, Record]:
     """The last result of each stage, with its trace beside it as `traced`."""
     found = {one["stage"]: dict(one) for one in records if "stage" in one}

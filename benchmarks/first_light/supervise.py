@@ -126,10 +126,13 @@ class Run:
         return self.limit_s - MARGIN_S - (time.monotonic() - self.started)
 
     def down(self, wanted: Sequence[Stage], where: Mapping[str, Any]) -> list[Stage]:
-        """Make what has no result yet until the time is over; the stages that are left."""
+        """Make what has no result yet until the time is over, then once more what had a fault in a call
+        before this one; the stages that are left."""
         results.mend(self.out)
-        done = results.by_stage(results.read(self.out))
+        known = results.read(self.out)
+        done, faulted = results.by_stage(known), results.to_make_again(known)
         todo = [stage for stage in wanted if stage.name not in done]
+        todo += [stage for stage in wanted if stage.name in faulted]
         for number, stage in enumerate(todo):
             if self.left_s < WORTH_S or not self._make(stage, where):
                 self.worker.end()

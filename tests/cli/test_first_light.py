@@ -111,6 +111,17 @@ def test_the_same_call_goes_on_and_a_line_that_was_cut_off_is_made_again(down: L
     assert [json.loads(line)["stage"] for line in lines] == ["a", "b", "c"]
 
 
+def test_a_fault_is_made_again_once_by_the_next_call_after_all_that_is_new(down: Ladder, tmp_path: Path):
+    down(stage("a", dies=True), stage("b"))
+    left, said = down(stage("a"), stage("b"), stage("c"))
+    assert not left
+    assert said == ["c: done (0 s)", "a: done (0 s)"]
+    down(stage("d", dies=True))
+    for _ in range(2):
+        down(stage("d", dies=True))
+    assert [one["stage"] for one in results.read(tmp_path)].count("d") == 2
+
+
 def test_the_time_of_a_call_cuts_a_stage_off_and_it_has_no_result(
     down: Ladder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

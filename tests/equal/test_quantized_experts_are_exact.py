@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Adapter, Model
 from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.experts.forward import is_experts
+from memtrain.trainers.model.experts.grouped import frozen_product
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.load import load_model
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
@@ -62,3 +64,22 @@ def test_training_is_the_same(folder: Path, make_settings: Callable[..., Setting
         packed = [p for name, p in experts.named_parameters(recurse=False) if "proj" in name]
         assert len(packed) == 8
         assert all(id(one) in homes for one in packed), "packed experts and their scales travel"
+
+
+@pytest.mark.parametrize("transposes", [True, False])
+def test_of_the_experts_that_are_unpacked_in_parts_one_part_is_there_at_a_time(transposes: bool) -> None:
+    parts: list[weakref.ref[torch.UntypedStorage]] = []
+
+    class Watched:
+        shape, num_at_once = torch.Size((6, 8, 8)), 2
+
+        def between(self, first: int, last: int) -> torch.Tensor:
+            assert all(one() is None for one in parts), "the part before is gone"
+            made = torch.ones(last - first, 8, 8)
+            parts.append(weakref.ref(made.untyped_storage()))
+            return made
+
+    ends_E = torch.arange(1, 7, dtype=torch.int32) * 3
+    made = frozen_product(torch.ones(18, 8), cast(Any, Watched()), ends_E, inputs_first=not transposes)
+    assert torch.equal(made, torch.full((18, 8), 8.0))
+    assert len(parts) == 3

@@ -90,7 +90,11 @@ def _times(x: Tensor, weight: Matrices, ends_E: Tensor, transposes: bool) -> Ten
         for expert in range(first, last):
             rows = slice(ends[expert], ends[expert + 1])
             if rows.start < rows.stop:
-                matrix = matrices[expert - first]
-                torch.mm(x[rows], matrix.mT if transposes else matrix, out=out[rows])
+                _times_one(x[rows], matrices[expert - first], transposes, out[rows])
         del matrices  # before the next ones are unpacked
     return out
+
+
+def _times_one(x_SI: Tensor, matrix: Tensor, transposes: bool, out_SO: Tensor) -> None:
+    """A product of one expert; no view of its matrix outlives it."""
+    torch.mm(x_SI, matrix.mT if transposes else matrix, out=out_SO)
