@@ -10,6 +10,10 @@ __version__ = "0.1.0"
 # when it is imported, and only who sets the variable by hand wants that: docs/security.md.
 os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
+# Read when torch loads its threads. By default they spin while they wait; on cores that others use too a run
+# is then six times slower, or more: docs/decisions/0004.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 _API = ("load_recipe", "plan", "train", "inspect_lengths")
 """Names of memtrain.api that are names of the package too, imported when they are first used."""
 

@@ -28,9 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     What the user can mend is printed as `error: what / at / try` on stderr. Everything else is ours: a line
     that says so, and the traceback.
     """
-    # Read when torch loads its threads. By default they spin while they wait; on cores that others use too a
-    # run is then six times slower: docs/decisions/0004.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from memtrain.cli.app import run
 

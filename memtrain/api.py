@@ -13,11 +13,14 @@ Every fault is a `memtrain.errors.MemtrainError` with `.faults` (what, where, fi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memtrain.errors import Fault, MemtrainError
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.reading.load import load_recipe as read_recipe
 
@@ -28,6 +31,16 @@ if TYPE_CHECKING:
     from memtrain.trainers.run_folder.report.report import Figures, Report
 
 Overrides = Mapping[str, Any]
+
+_OPTION = re.compile(
+    r"--(?P<name>gpu|num-gpus|budget|run-dir|model|tokenizer)(?: (?P<value>[\w.]*\d[\w.]*))?\b"
+)
+"""An option that has an argument of a function here, with its value where one stands behind it."""
+_WORDS = (
+    ("--no-resume", "resume=False"),
+    ("--without-data", "reads_data=False"),
+    ("from the command line: ", "from Python: "),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +128,8 @@ def load_recipe(recipe: str | Path, overrides: Overrides | None = None) -> Loade
 
     Raises: RecipeError with every fault, each with its line.
     """
-    return read_recipe(str(recipe), _words(overrides))
+    with _errorsof_python():
+        return read_recipe(str(recipe), _words(overrides))
 
 
 def plan(
@@ -135,12 +149,13 @@ def plan(
     from memtrain.memory.plan.units import read_size
 
     loaded = _loaded(recipe)
-    num_bytes = None if budget is None else read_size(budget, "budget")
-    if budget is not None:
-        loaded = read_recipe(str(loaded.path), (*loaded.overrides, f"memory.budget={budget}"))
-    question = ask(loaded, gpu, num_gpus, num_bytes)
-    facts, note = facts_of_question(question, reads_data=reads_data, progress=None)
-    return RunPlan(answer(question, facts, note))
+    with _errorsof_python():
+        num_bytes = None if budget is None else read_size(budget, "budget")
+        if budget is not None:
+            loaded = read_recipe(str(loaded.path), (*loaded.overrides, f"memory.budget={budget}"))
+        question = ask(loaded, gpu, num_gpus, num_bytes)
+        facts, note = facts_of_question(question, reads_data=reads_data, progress=None)
+        return RunPlan(answer(question, facts, note))
 
 
 def train(
@@ -154,13 +169,15 @@ def train(
     from memtrain.trainers.run_folder.folder import RunFolder
 
     loaded = _loaded(recipe)
-    folder = run_recipe(
-        None,
-        str(loaded.path),
-        list(loaded.overrides),
-        run_dir=None if run_dir is None else str(run_dir),
-        resume=resume,
-    )
+    with _errorsof_python():
+        folder = run_recipe(
+            None,
+            str(loaded.path),
+            list(loaded.overrides),
+            run_dir=None if run_dir is None else str(run_dir),
+            resume=resume,
+            start_over="resume=False, or another run_dir",
+        )
     return FinishedRun(RunFolder(folder))
 
 
@@ -180,7 +197,8 @@ def inspect_lengths(
     from memtrain.trainers.data.length_report.notebook import ShownInspection
 
     words = Words(str(dataset), tuple(_words(overrides)), model, tokenizer, None, None)
-    return ShownInspection(**dict(inspected(words, (), None, None)))
+    with _errorsof_python():
+        return ShownInspection(**dict(inspected(words, (), None, None)))
 
 
 def _loaded(recipe: LoadedRecipe | str | Path) -> LoadedRecipe:
@@ -190,3 +208,30 @@ def _loaded(recipe: LoadedRecipe | str | Path) -> LoadedRecipe:
 def _words(overrides: Overrides | None) -> list[str]:
     """Overrides as the words of a command line; JSON is YAML."""
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in (overrides or {}).items()]
+
+
+@contextmanager
+def _errorsof_python() -> Iterator[None]:
+    """Inside, an error that names an option of the command line names the argument of the function here."""
+    try:
+        yield
+    except MemtrainError as error:
+        faults = [Fault(*map(of_python, (one.what, one.where, one.fix))) for one in error.faults]
+        renamed = type(error)(faults)
+        for note in getattr(error, "__notes__", ()):
+            renamed.add_note(note)
+        raise renamed from error.__cause__
+
+
+def of_python(text: str) -> str:
+    """`add --gpu h100` as `add gpu="h100"`."""
+    for option, word in _WORDS:
+        text = text.replace(option, word)
+    return _OPTION.sub(_argument, text)
+
+
+def _argument(found: re.Match[str]) -> str:
+    name, value = found["name"].replace("-", "_"), found["value"]
+    if value is None:
+        return name
+    return f"{name}={value}" if name == "num_gpus" else f'{name}="{value}"'

@@ -1,6 +1,7 @@
 """The Python API: errors of the command line, no torch at import, and the example notebook as it stands."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 import memtrain
 from memtrain.__main__ import main
+from memtrain.api import of_python
 from memtrain.errors import RecipeError
 from memtrain.trainers.protocols.events import StepEvent
 from memtrain.trainers.run_folder.folder import RunFolder
@@ -22,10 +24,11 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 
 def test_importing_the_api_and_loading_a_recipe_needs_no_torch():
     code = (
-        "import sys, memtrain; memtrain.load_recipe('quickstart'); memtrain.plan; memtrain.train\n"
-        "sys.exit('torch' in sys.modules)"
+        "import os, sys, memtrain; memtrain.load_recipe('quickstart'); memtrain.plan; memtrain.train\n"
+        "sys.exit('torch' in sys.modules or os.environ['OMP_WAIT_POLICY'] != 'PASSIVE')"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    free = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    assert subprocess.run([sys.executable, "-c", code], env=free, check=False).returncode == 0
 
 
 def test_errors_are_those_of_the_command_line():
@@ -33,7 +36,7 @@ def test_errors_are_those_of_the_command_line():
         memtrain.load_recipe("quickstart", {"optim.lrr": 1e-4})
     fault = caught.value.faults[0]
     assert fault.what == "optim.lrr: unknown key"
-    assert fault.where == "from the command line: `optim.lrr=0.0001`"
+    assert fault.where == "from Python: `optim.lrr=0.0001`"
     with pytest.raises(AttributeError, match="no attribute 'plann'"):
         _ = getattr(memtrain, "pl" + "ann")
 
@@ -44,6 +47,24 @@ def test_a_plan_for_a_card_is_that_of_the_command():
     assert plan.as_json()["with_margin_bytes"] == plan.need_bytes
     assert repr(plan).startswith("RunPlan(needs ")
     assert "<iframe" in plan._repr_html_()
+
+
+def test_errors_name_the_argumentsof_python_and_no_options():
+    recipe = memtrain.load_recipe("quickstart", {"cluster.device": "auto"})
+    with pytest.raises(RecipeError) as unknown:
+        memtrain.plan(recipe, gpu="h1000", reads_data=False)
+    assert unknown.value.faults[0].where == "gpu"
+    assert unknown.value.faults[0].fix.endswith('or give its size with budget="24GiB"')
+    with pytest.raises(RecipeError) as alone:
+        memtrain.plan(recipe, num_gpus=2, reads_data=False)
+    assert alone.value.text() == (
+        "error: num_gpus=2 needs a kind of GPU, and none is visible here\n"
+        "   at: num_gpus\n"
+        '  try: add gpu="h100", or another kind'
+    )
+    assert of_python("keep them and choose another --run-dir; --no-resume removes them") == (
+        "keep them and choose another run_dir; resume=False removes them"
+    )
 
 
 @pytest.mark.slow

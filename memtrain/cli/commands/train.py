@@ -87,8 +87,9 @@ def run_recipe(
     dry_run: bool = False,
     run_dir: str | None = None,
     resume: bool = True,
+    start_over: str = "--no-resume, or another --run-dir",
 ) -> Path:
-    """Plan, launch and finish one run; its folder.
+    """Plan, launch and finish one run; its folder. `start_over`: the words for a finished run.
 
     Raises: MemtrainError of every kind.
     """
@@ -117,7 +118,7 @@ def run_recipe(
         plan = planned.plan
         check_rewards(loaded, plan.data)
         if resume and is_over(folder, plan):
-            _print_finished(folder)
+            _print_finished(folder, start_over)
             _benchmarks(plan, folder)
             return folder.path
         if resume and (lost := lost_model(folder)):
@@ -138,12 +139,12 @@ def run_recipe(
     return folder.path
 
 
-def _print_finished(folder: RunFolder) -> None:
+def _print_finished(folder: RunFolder, start_over: str) -> None:
     """Say that a run has nothing left to do."""
     print_text(
         f"The run in {whole(folder.path)} is finished; nothing was done. Its model: {whole(folder.final)}"
     )
-    print_text("To run it again: --no-resume, or another --run-dir.")
+    print_text(f"To run it again: {start_over}.")
 
 
 def _benchmarks(plan: Plan, folder: RunFolder) -> None:
