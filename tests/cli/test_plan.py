@@ -210,13 +210,13 @@ def test_the_allocators_part_of_a_trace_is_reported_against_the_card(
     def traced(job):
         peak = PhasePeak(phase="steady step", num_bytes=16 * 2**30, owners=())
         reported = Prediction(phases=(peak,), method="trace", budget_bytes=None)
-        assert job.is_whole, "a model of 32 layers is traced whole"
+        assert job.is_whole, "--explain traces a model of 32 layers whole"
         return Traced(
             prediction=reported, reserved_bytes=reserved * 2**30, least_bytes=least * 2**30, seconds=1.0
         )
 
     monkeypatch.setattr("memtrain.trainers.tools.trace.client.traced", traced)
-    asked = ["plan", recipe, "--gpu", "4090", "model.adapter={r: 8}", "--trace"]
+    asked = ["plan", recipe, "--gpu", "4090", "model.adapter={r: 8}", "--trace", "--explain"]
     run(asked)
     assert words in reported(capsys)
     run([*asked, "--json"])
@@ -224,6 +224,18 @@ def test_the_allocators_part_of_a_trace_is_reported_against_the_card(
     assert made["traced_with_margin_bytes"] == pytest.approx(
         (reserved + 0.648) * 2**30 * 1.02 + 2**28, rel=1e-3
     )
+
+
+def test_two_shallow_models_stand_for_a_deep_one_unless_the_plan_is_explained(recipe, capsys, monkeypatch):
+    def traced(job):
+        assert not job.is_whole
+        peak = PhasePeak(phase="steady step", num_bytes=16 * 2**30, owners=())
+        reported = Prediction(phases=(peak,), method="trace", budget_bytes=None)
+        return Traced(prediction=reported, reserved_bytes=None, seconds=1.0)
+
+    monkeypatch.setattr("memtrain.trainers.tools.trace.client.traced", traced)
+    run(["plan", recipe, "--gpu", "4090", "model.adapter={r: 8}", "--trace"])
+    assert "Beside --explain the trace goes through every layer" in reported(capsys)
 
 
 @pytest.mark.slow

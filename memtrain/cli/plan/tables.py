@@ -281,6 +281,8 @@ def print_traced(made: Answer, traced: Traced | None, why_not: str, *, explain: 
         print_text(f"In host memory meanwhile: {', '.join(waiting)}.")
     if traced.reserved_bytes is not None and traced.least_bytes is not None:
         print_text(allocator_words(made, traced.reserved_bytes, traced.least_bytes, found.peak.num_bytes))
+    elif resolved.settings.device == "cuda" and not explain:
+        print_text("Beside --explain the trace goes through every layer, and replays CUDA's caching allocator.")
     if not explain:
         return
     typer.echo()
