@@ -235,7 +235,7 @@ def test_two_shallow_models_stand_for_a_deep_one_unless_the_plan_is_explained(re
 
     monkeypatch.setattr("memtrain.trainers.tools.trace.client.traced", traced)
     run(["plan", recipe, "--gpu", "4090", "model.adapter={r: 8}", "--trace"])
-    assert "Beside --explain the trace goes through every layer" in reported(capsys)
+    assert "With --explain the trace goes through every layer" in reported(capsys)
 
 
 @pytest.mark.slow

@@ -282,7 +282,7 @@ def print_traced(made: Answer, traced: Traced | None, why_not: str, *, explain: 
     if traced.reserved_bytes is not None and traced.least_bytes is not None:
         print_text(allocator_words(made, traced.reserved_bytes, traced.least_bytes, found.peak.num_bytes))
     elif resolved.settings.device == "cuda" and not explain:
-        print_text("Beside --explain the trace goes through every layer, and replays CUDA's caching allocator.")
+        print_text("With --explain the trace goes through every layer, and replays CUDA's caching allocator.")
     if not explain:
         return
     typer.echo()
