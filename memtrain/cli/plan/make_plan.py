@@ -14,13 +14,13 @@ from memtrain.cli.plan.model_config import model_config, reward_shapes, teacher_
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.cli.plan.usual_tokenizer import keep_last
-from memtrain.memory.estimate.pricing import PlannerInputs
+from memtrain.memory.estimate.pricing import PlannerInputs, host_need
 from memtrain.memory.hardware.calibration import version
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.plan.length_profile import LengthProfile
-from memtrain.memory.plan.plan import Plan, PreparedData
-from memtrain.memory.planner.resolve import resolve
+from memtrain.memory.plan.plan import Owned, Plan, PreparedData
+from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.edit import with_key
@@ -81,9 +81,17 @@ def make_plan(
         prediction=resolved.prediction,
         plain=resolved.plain,
         versions=versions(),
+        host=_on_host(resolved),
         environment=loaded.environment,
     )
     return Planned(plan, resolved.case.facts.rows_of(plan.settings))
+
+
+def _on_host(resolved: Resolved) -> tuple[Owned, ...]:
+    """Owners of the host's memory in its highest phase, the largest first."""
+    owners = host_need(replace(resolved.chosen, settings=resolved.settings), resolved.case.facts)
+    ordered = sorted(owners.items(), key=lambda item: -item[1])
+    return tuple(Owned(owner=name, num_bytes=size) for name, size in ordered if size)
 
 
 def run_folder_of(loaded: LoadedRecipe, asked: str | None) -> str:

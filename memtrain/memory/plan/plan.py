@@ -197,6 +197,8 @@ class Plan(Section):
     """The same run without any memory strategy, for comparison."""
     versions: dict[str, str]
     """Versions of memtrain, torch, transformers and Python that made the plan."""
+    host: tuple[Owned, ...] = ()
+    """Predicted memory of the host by owner, all processes together, in the phase that needs most of it."""
     environment: tuple[EnvironmentText, ...] = ()
     """Texts of the recipe that came from environment variables."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from typing import Any, cast
 
@@ -26,11 +27,13 @@ from memtrain.trainers.model.heads.value_head import ValueScorer, save_value, va
 from memtrain.trainers.model.loading.save import save_final
 from memtrain.trainers.online.generation.backend import stop_tokens
 from memtrain.trainers.online.rewards.reading import reading_of, write_reading
-from memtrain.trainers.protocols.events import FinalEvent, MemoryEvent, NoteEvent
+from memtrain.trainers.protocols.events import FinalEvent, HostMemoryEvent, MemoryEvent, NoteEvent
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.report.model_card import write_card
 from memtrain.trainers.run_folder.report.report import DRY_RUN
 
+KIB = 1024
+"""Linux counts `ru_maxrss` in these."""
 SAMPLE_TOKENS = 48
 GATHERED_TOKENS = 16
 """Tokens of a sample where each one gathers every layer from the other ranks. Taste."""
@@ -47,6 +50,7 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
             load_weights(best, built.scorer, run.ranks)
             best_step = saved_step = best.manifest.facts.step
     note_other_peaks(run)
+    note_host_memory(run)
     state = built.spread.gather(built.model)
     scorer, gather = built.scorer, built.spread.gather
     value_state = gather(value_of(scorer)) if isinstance(scorer, ValueScorer) else None
@@ -102,6 +106,13 @@ def note_other_peaks(run: Run) -> None:
         most = max(of_rank.get(name, 0) for of_rank in phases)
         if most > mine:
             run.emit(MemoryEvent(step=run.position.step, phase=name, allocated=most))
+
+
+def note_host_memory(run: Run) -> None:
+    """Tell the peak resident memory of all processes of the run; nothing where memory is not measured."""
+    peaks = run.ranks.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB)
+    if run.plan.recipe.memory.measure_peaks:
+        run.emit(HostMemoryEvent(step=run.position.step, resident=sum(peaks), processes=len(peaks)))
 
 
 def remember_peaks(run: Run) -> None:

@@ -134,6 +134,16 @@ class HostEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemoryEvent:
+    """`host_memory`: peak resident memory of the run's processes, those of all nodes added up."""
+
+    step: int
+    resident: int
+    """Bytes: each process's own peak, pages of libraries that they share counted in each."""
+    processes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveEvent:
     """`save`: a checkpoint was written."""
 
@@ -202,6 +212,7 @@ Event = (
     | DataEvent
     | MemoryEvent
     | HostEvent
+    | HostMemoryEvent
     | SaveEvent
     | ExpertsEvent
     | SampleEvent
@@ -215,6 +226,7 @@ KINDS: dict[str, type[Event]] = {
     "data": DataEvent,
     "memory": MemoryEvent,
     "host": HostEvent,
+    "host_memory": HostMemoryEvent,
     "save": SaveEvent,
     "experts": ExpertsEvent,
     "sample": SampleEvent,

@@ -13,6 +13,7 @@ from memtrain.trainers.protocols.events import (
     EvalEvent,
     Event,
     FinalEvent,
+    HostMemoryEvent,
     MemoryEvent,
     NoteEvent,
     StepEvent,
@@ -47,6 +48,7 @@ EVENTS: list[Event] = [
         rows=1, tokens=9, loss_tokens=5, sequences=1, loss_tokens_cut=3, loss_tokens_cut_by_answer=(1, 2)
     ),
     MemoryEvent(step=1, phase="load", allocated=5, reserved=6, rss=7, owners={"weights": 5}),
+    HostMemoryEvent(step=9, resident=5, processes=2),
     NoteEvent(step=0, text="resumed"),
     FinalEvent(step=9, state="done", seconds=1.5, model="final", best_step=6),
 ]

@@ -22,6 +22,7 @@ from memtrain.trainers.protocols.events import (
     ExpertsEvent,
     FinalEvent,
     HostEvent,
+    HostMemoryEvent,
     MemoryEvent,
     NoteEvent,
     SampleEvent,
@@ -38,7 +39,7 @@ from memtrain.trainers.run_folder.report.rollout_words import (
     mean_length_words,
     turn_words,
 )
-from memtrain.trainers.run_folder.report.time_words import host_words, save_words
+from memtrain.trainers.run_folder.report.time_words import host_memory_words, host_words, save_words
 
 MOST_AVERAGED_STEPS = 10
 """First and last loss are means over a tenth of the steps, at most of this many: steps are noisy; taste."""
@@ -72,6 +73,7 @@ class Report:
     experts: tuple[ExpertsEvent, ...] = ()
     host: HostEvent | None = None
     """The last step whose host time was measured."""
+    host_memory: HostMemoryEvent | None = None
 
     def __repr__(self) -> str:
         return f"Report({self.name}: {state_of(self)}, {loss_words(figures_of(self))})"
@@ -155,6 +157,7 @@ def load_report(folder: RunFolder) -> Report:
         experts=tuple(event for event in events if isinstance(event, ExpertsEvent)),
         final=finals[-1] if finals else None,
         host=next((event for event in reversed(events) if isinstance(event, HostEvent)), None),
+        host_memory=next((event for event in reversed(events) if isinstance(event, HostMemoryEvent)), None),
     )
 
 
@@ -336,6 +339,8 @@ def _figures_table(report: Report) -> Table:
         table.add_row("fullest expert", words)
     if figures.measured_bytes is not None:
         table.add_row("peak memory", _peak_words(figures))
+    if words := host_memory_words(report.host_memory, report.plan):
+        table.add_row("host memory", words)
     if report.saves:
         table.add_row("checkpoints", save_words(report.saves))
     return table

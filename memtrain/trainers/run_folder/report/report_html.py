@@ -44,6 +44,7 @@ from memtrain.trainers.run_folder.report.rollout_words import (
     turn_words,
 )
 from memtrain.trainers.run_folder.report.sample import sample_rows
+from memtrain.trainers.run_folder.report.time_words import host_memory_words
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -122,7 +123,11 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
         tiles.append(("host time", f"{report.host.waited:.1%}", f"of step {report.host.step:,}: {why}"))
     predicted = f"{gib(figures.predicted_bytes)} predicted" if figures.predicted_bytes is not None else ""
     measured = gib(figures.measured_bytes) if figures.measured_bytes is not None else "not measured"
-    return [*tiles, ("peak memory", measured, predicted)]
+    tiles.append(("peak memory", measured, predicted))
+    if words := host_memory_words(report.host_memory, report.plan):
+        value, _, remark = words.partition(" measured")
+        tiles.append(("host memory", value, remark.lstrip(", ")))
+    return tiles
 
 
 def _value_and_remark(words: str) -> tuple[str, str]:

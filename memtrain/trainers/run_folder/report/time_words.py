@@ -1,10 +1,15 @@
-"""Words about time beside the steps' own work: Python's share, and saving; no torch."""
+"""Words about the host: Python's share of a step, its memory, and saving; no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memtrain.trainers.protocols.events import HostEvent, SaveEvent
+from memtrain.memory.plan.plan import Plan
+from memtrain.memory.plan.units import gib
+from memtrain.trainers.protocols.events import HostEvent, HostMemoryEvent, SaveEvent
+
+MOST_OWNERS = 2
+"""Owners of the host's memory that are named. Taste."""
 
 
 def host_words(host: HostEvent | None, *, is_on_gpu: bool) -> str:
@@ -15,6 +20,20 @@ def host_words(host: HostEvent | None, *, is_on_gpu: bool) -> str:
     if is_on_gpu:
         return f"{share} of step {host.step:,}: the GPU waits for Python"
     return f"{share} of step {host.step:,} is Python, not torch's operators"
+
+
+def host_memory_words(found: HostMemoryEvent | None, plan: Plan | None) -> str:
+    """The host's memory as measured, beside its prediction with the largest owners; empty where none was
+    measured."""
+    if found is None:
+        return ""
+    words = f"{gib(found.resident)} measured"
+    if found.processes > 1:
+        words += f" in {found.processes} processes"
+    if plan is None or not plan.host:
+        return words
+    largest = ", ".join(f"{one.owner} {gib(one.num_bytes)}" for one in plan.host[:MOST_OWNERS])
+    return f"{words}, {gib(sum(one.num_bytes for one in plan.host))} predicted: {largest}"
 
 
 def save_words(saves: Sequence[SaveEvent]) -> str:
