@@ -23,10 +23,11 @@ NEEDS_LIGER = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="need
 NEEDS_BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 
 
-def test_products_of_half_matrices_are_summed_in_float32(cuda: torch.device):
-    assert sums_half_in_fp32(cuda)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_half_matrices_are_summed_in_float32(cuda: torch.device, dtype: torch.dtype):
+    assert sums_half_in_fp32(cuda, dtype)
     total = torch.zeros(64, 64, device=cuda)
-    left, right = (torch.randn(64, 4096, device=cuda).bfloat16() for _ in range(2))
+    left, right = (torch.randn(64, 4096, device=cuda).to(dtype) for _ in range(2))
     torch.addmm(total, left, right.t(), out_dtype=torch.float32, out=total)
     expected = left.double() @ right.double().t()
     assert ((total - expected).norm() / expected.norm()).item() < 1e-5

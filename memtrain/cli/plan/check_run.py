@@ -12,7 +12,7 @@ from memtrain.cli.plan.check_paths import missing_paths
 from memtrain.cli.plan.check_rewards import check_rewards
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.errors import DataError, Fault, LaunchError, MemtrainError, RecipeError
-from memtrain.memory.hardware.packages import installed
+from memtrain.memory.hardware.packages import installed, missing
 from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, used_columns
@@ -268,9 +268,9 @@ def tracker_words(recipe: Recipe) -> str:
     """The trackers that are asked for. Raises: LaunchError naming each whose package is missing."""
     names = recipe.log.trackers
     fix = "pip install 'memtrain[trackers]', or remove it from log.trackers"
-    if missing := [name for name in names if name not in installed(*names)]:
+    if absent := [name for name in names if name not in installed(*names)]:
         raise LaunchError(
-            [Fault(f"{name} is asked for but not installed", "log.trackers", fix) for name in missing]
+            [Fault(f"{name} is asked for but not installed", "log.trackers", fix) for name in absent]
         )
     return f"{', '.join(names)}: installed" if names else ""
 
@@ -299,7 +299,7 @@ def device_words(recipe: Recipe) -> str:
     if detect(recipe.cluster.device).device != "cuda":
         return f"{names}: {LATER}, there is no CUDA device here"
     faults = [
-        Fault(f"{key} needs {package}, which is not installed", key, f"pip install 'memtrain[{extra}]'")
+        Fault(f"{key} needs {package}, which {missing(package)}", key, f"pip install 'memtrain[{extra}]'")
         for package, extra, _, key in wanted
         if not installed(package)
     ]

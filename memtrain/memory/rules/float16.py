@@ -5,11 +5,12 @@ from __future__ import annotations
 from memtrain.recipes.recipe import Recipe
 
 FLOAT16_REASON = (
-    "this run computes in float16 with a scaled loss; trained weights, gradients and moments are float32"
+    "this run computes in float16 with a scaled loss; the optimizer's weights, gradients and moments are "
+    "float32"
 )
 AUTO_REASON = (
     "this GPU has no fast bfloat16, and multiplies float16 several times as fast as float32: computed with a "
-    "scaled loss; trained weights, gradients and moments are float32"
+    "scaled loss; the optimizer's weights, gradients and moments are float32"
 )
 
 Faults = list[tuple[str, str, str]]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.hardware.packages import missing
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.rules.ledger import DecisionLog
 
@@ -77,7 +78,7 @@ def _uses_liger(ledger: DecisionLog, hardware: Hardware, *, has_fused: bool) -> 
         return False
     runs = hardware.device == "cuda" and ledger.has("liger_kernel")
     reason = "taken to be installed there" if is_presumed else "installed, and the device is CUDA"
-    reason = reason if runs else "not installed"
+    reason = reason if runs else f"liger-kernel {missing('liger_kernel')}"
     ledger.decide("liger", runs, reason if hardware.device == "cuda" else "CUDA only", "model.liger")
     return runs
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from memtrain.errors import Fault, RecipeError
 from memtrain.memory.hardware.devices import Hardware
-from memtrain.memory.hardware.packages import installed
+from memtrain.memory.hardware.packages import installed, missing
 from memtrain.memory.model_shape.config_file import asked_code
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.plan import Decision
@@ -155,7 +155,7 @@ def decide_attention(
         device=hardware.device,
         dtype=dtype,
         compute_capability=hardware.compute_capability,
-        packages=installed(*PACKAGES),
+        packages=frozenset(name for name in PACKAGES if ledger.has(name)),
         longest_row_tokens=recipe.length.max_length,
         **model_facts(config),  # pyright: ignore[reportArgumentType]
     )
@@ -242,15 +242,15 @@ def refuse_what_cannot_run(ledger: DecisionLog, hardware: Hardware) -> None:
             "remove it, or set model.dtype: bfloat16",
         )
     if hardware.device != "cuda" or not ledger.has("liger_kernel"):
-        missing = "is not installed" if hardware.device == "cuda" else "runs on CUDA only"
+        why = missing("liger_kernel") if hardware.device == "cuda" else "runs on CUDA only"
         get = "pip install 'memtrain[liger]' on a CUDA machine"
         if model.liger == "on":
             ledger.refuse(
-                f"model.liger is on, and Liger {missing}", "model.liger", f"{get}, or set model.liger: auto"
+                f"model.liger is on, and Liger {why}", "model.liger", f"{get}, or set model.liger: auto"
             )
         if recipe.memory.loss == "liger":
             ledger.refuse(
-                f"memory.loss is liger, and Liger {missing}",
+                f"memory.loss is liger, and Liger {why}",
                 "memory.loss",
                 f"{get}, or set memory.loss: chunked",
             )

@@ -11,8 +11,8 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Adapter
 
 PATH = "optim.master_weights"
-BFLOAT16_BITS = 8
-"""Bits of a bfloat16's significand, the implicit one included."""
+SIGNIFICAND_BITS: Mapping[str, int] = {"bfloat16": 8, "float16": 11}
+"""Bits of a half-precision number's significand, the implicit one included."""
 USUAL_STD = 0.02
 """Standard deviation of a matrix where a configuration has no `initializer_range`: transformers' default."""
 
@@ -63,7 +63,7 @@ def explain_masters(
     if not trains_half(settings.dtype, settings.adapter):
         return
     recipe = ledger.asked.recipe
-    lost = lost_words(recipe, settings.optimizer, config)
+    lost = lost_words(recipe, settings, config)
     if settings.master_weights:
         ledger.decide(
             "master_weights", "on", f"float32 copies receive the updates; without them {lost}", PATH
@@ -73,15 +73,15 @@ def explain_masters(
     ledger.decide("master_weights", "off", f"{lost}; {gained}", path)
 
 
-def lost_words(recipe: Recipe, optimizer: str, config: Mapping[str, object]) -> str:
-    """The share of updates that rounding to bfloat16 loses at the recipe's learning rate, in words."""
-    if optimizer == "sgd":
-        return "bfloat16 rounds small updates away (updates of sgd depend on the gradients)"
+def lost_words(recipe: Recipe, settings: Settings, config: Mapping[str, object]) -> str:
+    """The share of updates that rounding to the weights' precision loses at the recipe's learning rate."""
+    if settings.optimizer == "sgd":
+        return f"{settings.dtype} rounds small updates away (updates of sgd depend on the gradients)"
     std = usual_std(config)
-    share = lost_share(recipe.optim.lr, std)
+    share = lost_share(recipe.optim.lr, std, SIGNIFICAND_BITS[settings.dtype])
     return (
-        f"rounding to bfloat16 loses {share:.1%} of updates as large as optim.lr {recipe.optim.lr:g}, and "
-        f"more of smaller ones (weights of std {std:g})"
+        f"rounding to {settings.dtype} loses {share:.1%} of updates as large as optim.lr "
+        f"{recipe.optim.lr:g}, and more of smaller ones (weights of std {std:g})"
     )
 
 
@@ -91,15 +91,15 @@ def usual_std(config: Mapping[str, object]) -> float:
     return float(found) if isinstance(found, int | float) and found > 0 else USUAL_STD
 
 
-def lost_share(update: float, std: float) -> float:
-    """Share of normally distributed bfloat16 weights that an update of one size leaves where they are.
+def lost_share(update: float, std: float, bits: int = SIGNIFICAND_BITS["bfloat16"]) -> float:
+    """Share of normally distributed weights with `bits` that an update of one size leaves where they are.
 
-    Numbers between 2^e and 2^(e+1) lie 2^(e-7) apart, and the nearest is taken: an update below half of that
-    is lost. So it is lost on every weight of at least 2^e with e the smallest for which 2^(e-8) > update; of
-    weights with standard deviation `std` that is erfc(2^e / (std sqrt 2)). AdamW's updates are at most about
-    as large as the learning rate, so the share of what is lost in training is at least this one.
+    Numbers between 2^e and 2^(e+1) lie 2^(e-bits+1) apart, and the nearest is taken: an update below half of
+    that is lost. So it is lost on every weight of at least 2^e with e the smallest for which 2^(e-bits) >
+    update; of weights with standard deviation `std` that is erfc(2^e / (std sqrt 2)). AdamW's updates are at
+    most about as large as the learning rate, so the share of what is lost in training is at least this one.
 
-    Source: IEEE 754 rounding to nearest with 8 bits; measured in tests/memory/rules/test_precision.py.
+    Source: IEEE 754 rounding to nearest; measured in tests/memory/rules/test_precision.py.
     """
-    smallest = math.floor(math.log2(update)) + BFLOAT16_BITS + 1
+    smallest = math.floor(math.log2(update)) + bits + 1
     return math.erfc(2.0**smallest / (std * math.sqrt(2)))

@@ -34,7 +34,7 @@ from memtrain.trainers.data.packing.by_method import held_out_of
 from memtrain.trainers.data.sources.splits import choose_rows, epochs_of
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
-from memtrain.trainers.losses.head.products import sums_half_in_fp32
+from memtrain.trainers.losses.head.products import HALF, sums_half_in_fp32
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.attention.isolation_check import verify_causal, verify_isolation, verify_slices
@@ -170,17 +170,19 @@ def build(plan: Plan, spread: WeightLayout | None = None) -> Built:
 
 
 def _verify_sums(settings: Settings) -> None:
-    """Make sure that the GPU's own kernel adds bfloat16 products in float32.
+    """Make sure that the GPU's own kernel adds half-precision products in float32.
 
     The head and its plan hold no float32 copies there. Raises: LaunchError where it does not.
     """
-    if settings.device != "cuda" or settings.dtype != "bfloat16" or sums_half_in_fp32(local_device(settings)):
+    dtype = getattr(torch, settings.dtype)
+    if settings.device != "cuda" or dtype not in HALF or sums_half_in_fp32(local_device(settings), dtype):
         return
+    with_half = " with bfloat16" if settings.dtype == "bfloat16" else ""
     raise LaunchError(
-        "the matrix kernels of this torch and GPU do not add bfloat16 products in float32, which the loss is "
-        "planned with",
+        f"the matrix kernels of this torch and GPU do not add {settings.dtype} products in float32, which "
+        "the loss is planned with",
         "model.dtype",
-        "install torch 2.10 or newer for a GPU with bfloat16, or set model.dtype: float32",
+        f"install torch 2.10 or newer for a GPU{with_half}, or set model.dtype: float32",
     )
 
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from memtrain.errors import RecipeError
+from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.rules.attention import AttentionBackend as Backend
 from memtrain.memory.rules.attention import AttentionFacts, choose_attention, model_facts, refusal
+from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe, decide_attention
 
 CPU = AttentionFacts(device="cpu", dtype="float32", head_dim=64)
 HOPPER = AttentionFacts(
@@ -100,6 +102,25 @@ def test_a_refusal_says_why_with_the_value_in_hand(backend: Backend, facts: Atte
 def test_the_choice_lists_every_back_end_that_cannot_run():
     choice = choose_attention(replace(HOPPER, dtype="float32"))
     assert [backend for backend, _ in choice.refused] == [Backend.FLASH3, Backend.FLASH, Backend.TORCH_VARLEN]
+
+
+@pytest.mark.parametrize(
+    ("presumed", "taken"),
+    [
+        ((), Backend.TORCH_EFFICIENT),
+        (("triton",), Backend.FLEX),
+        (("triton", "flash_attn"), Backend.FLEX),
+        (("flash_attn_interface",), Backend.TORCH_EFFICIENT),
+    ],
+)
+def test_packages_that_the_runs_machine_is_taken_to_have_count(recipe_of, monkeypatch, presumed, taken):
+    """A float32 plan for another machine: Triton is there, though it is not here."""
+    monkeypatch.setattr("memtrain.memory.rules.ledger.installed", lambda *names: frozenset())
+    ledger = DecisionLog(SourcedRecipe(recipe_of({}), lambda key: "default"), presumed=frozenset(presumed))
+    config = {"model_type": "llama", "head_dim": 128}
+    choice = decide_attention(ledger, Hardware.named("h100"), "float32", config)
+    assert choice is not None
+    assert choice.backend is taken
 
 
 def test_a_back_end_asked_for_is_taken_where_it_can_run():

@@ -9,6 +9,7 @@ Source: Hsu et al. 2024, arXiv:2410.10989, section 3.2 (FusedLinearCrossEntropy)
 
 from __future__ import annotations
 
+from memtrain.memory.hardware.packages import missing
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategies.base import ON_A_GPU, Conflict, Strategy, StrategyContext, Updates
 from memtrain.recipes.recipe import HAS_ANSWERS
@@ -26,7 +27,7 @@ def refusal(case: StrategyContext) -> str | None:
     if case.facts.hardware.device != "cuda":
         return "Liger runs on CUDA only"
     if not case.facts.has("liger_kernel"):
-        return "Liger is not installed (pip install 'memtrain[liger]')"
+        return f"Liger {missing('liger_kernel')} (pip install 'memtrain[liger]')"
     return None
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtrain.trainers.losses.head.spans import spans
 
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
@@ -23,16 +23,17 @@ def wide_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 @functools.cache
-def sums_half_in_fp32(device: torch.device) -> bool:
-    """Whether this device's own kernel adds a product of half matrices to an fp32 one, found by running it.
+def sums_half_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this device's own kernel adds a product of `dtype` matrices to an fp32 one: found by a trial.
 
-    The kernel exists on CUDA only, and some torch releases refuse an fp32 addend. Where torch sees no
-    such device (a CPU build tracing a CUDA run with fake tensors) the answer is no.
+    The kernel exists on CUDA only, some torch releases refuse an fp32 addend, and GPUs before Ampere may have
+    it for float16 alone. Where torch sees no such device (a CPU build tracing a CUDA run with fake tensors)
+    the answer is no.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     with _disable_current_modes(), torch.no_grad():
-        ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+        ones = torch.ones(16, 16, dtype=dtype, device=device)
         total = torch.ones(16, 16, dtype=torch.float32, device=device)
         try:
             torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
@@ -78,7 +79,7 @@ class Products:
         return tensor if self._as_is(tensor) else tensor.to(self.wide)
 
     def _as_is(self, tensor: Tensor) -> bool:
-        return tensor.dtype == self.wide or (self.half_kernel and tensor.dtype in _HALF)
+        return tensor.dtype == self.wide or (self.half_kernel and tensor.dtype in HALF)
 
     def _blocks(self, weight_VD: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """(first row, row after the last, rows) of the weight, each block ready to be multiplied."""

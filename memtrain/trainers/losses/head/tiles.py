@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memtrain.memory.estimate.loss_tiles import TILE_BYTES, tile_tokens
-from memtrain.trainers.losses.head.products import Products, sums_half_in_fp32, wide_dtype
+from memtrain.trainers.losses.head.products import HALF, Products, sums_half_in_fp32, wide_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,10 @@ def gather_operands(dtypes: Sequence[torch.dtype], bias_V: Tensor | None, flat: 
 def products_for(operands: Operands, rule: LogitRule) -> Products:
     """Products of these operands on their device."""
     wide = wide_dtype(*operands.hidden, *operands.weight)
-    return Products(wide, sums_half_in_fp32(operands.hidden[0].device), rule.tile_bytes // 4)
+    halves = {tensor.dtype for tensor in (*operands.hidden, *operands.weight) if tensor.dtype in HALF}
+    device = operands.hidden[0].device
+    has_kernel = bool(halves) and all(sums_half_in_fp32(device, dtype) for dtype in halves)
+    return Products(wide, has_kernel, rule.tile_bytes // 4)
 
 
 def num_tile_tokens(num_columns: int, num_buffers: int, rule: LogitRule, wide: torch.dtype) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from importlib.util import find_spec
 
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
+from memtrain.memory.hardware.packages import missing
 from memtrain.memory.plan.settings import Settings
 
 
@@ -25,9 +25,9 @@ def apply_liger(model: PreTrainedModel, settings: Settings) -> None:
     instead = "set model.liger to off"
     if settings.device != "cuda":
         raise LaunchError("Liger kernels need a CUDA device", "model.liger", instead)
-    if find_spec("liger_kernel") is None:
+    if why := missing("liger_kernel"):
         raise LaunchError(
-            "liger-kernel is not installed", "model.liger", f"pip install 'memtrain[liger]', or {instead}"
+            f"liger-kernel {why}", "model.liger", f"pip install 'memtrain[liger]', or {instead}"
         )
     from liger_kernel.transformers.monkey_patch import (  # pyright: ignore[reportMissingImports]
         MODEL_TYPE_TO_APPLY_LIGER_FN as PATCHES,

@@ -97,7 +97,7 @@ def add_product_(total_OI: Tensor, grad_NO: Tensor, x_NI: Tensor, scale: float =
 
     By the device's own kernel where it has one; else of `WIDENED_TOKENS` tokens at a time in float32.
     """
-    if sums_half_in_fp32(total_OI.device):
+    if sums_half_in_fp32(total_OI.device, x_NI.dtype):
         torch.addmm(total_OI, grad_NO.t(), x_NI, out_dtype=total_OI.dtype, alpha=scale, out=total_OI)
         return
     for grad, x in zip(grad_NO.split(WIDENED_TOKENS), x_NI.split(WIDENED_TOKENS), strict=True):

@@ -144,7 +144,7 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
         undo += [_replaced(module, "spans", logit_spans) for module in tiled]
         undo.append(_replaced(apply, "slices_of", standing_slices))
     if device_kind == "cuda":
-        undo.append(_replaced(tiles, "sums_half_in_fp32", lambda device: True))
+        undo.append(_replaced(tiles, "sums_half_in_fp32", lambda device, dtype: True))
         undo.append(_replaced(products, "_multiply_", _kernel_without_temporaries))
         undo.append(_replaced(optim_offload, "HOST", HOST))
         undo.append(_replaced(rms_norm, "normalized", _one_norm_kernel))

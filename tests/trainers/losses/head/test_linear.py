@@ -263,7 +263,7 @@ def test_half_kernels_round_gradients_once_more_and_no_logit(mode, tile_bytes, m
         out.add_(product) if add else out.copy_(product)
 
     monkeypatch.setattr(products, "_multiply_", multiply)
-    monkeypatch.setattr(tiles, "sums_half_in_fp32", lambda device: True)
+    monkeypatch.setattr(tiles, "sums_half_in_fp32", lambda device, dtype: True)
     head = make_head(torch.bfloat16)
     reference, rule = in_fp64(head), LogitRule(tile_bytes=tile_bytes)
     if mode == "nll":
