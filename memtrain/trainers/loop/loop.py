@@ -206,7 +206,8 @@ def one_step(run: Run, work: StepWork, rollout_s: float = 0.0) -> None:
 def whole_gradients(run: Run, work: StepWork, *, is_trial: bool = False) -> dict[str, Tensor]:
     """Gradients of a step, summed over the ranks; the sums of this rank, with `loss`.
 
-    `is_trial`: its sequences are put together to try the memory, and are no step's.
+    `is_trial`: its sequences are put together to try the memory, and are no step's; with the figures of a
+    step that is logged, which take memory too.
 
     Raises: Exhausted, on every rank, when memory runs out whatever is done.
     """
@@ -223,7 +224,7 @@ def whole_gradients(run: Run, work: StepWork, *, is_trial: bool = False) -> dict
             _on_device(run, parts, cursor),
             denominator=work.denominator,
             num_micro_batches=len(parts),
-            want_stats=_is_logged(run, work.step),
+            want_stats=is_trial or _is_logged(run, work.step),
             seed_micro_batch=seed_part,
         )
 

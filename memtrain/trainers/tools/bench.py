@@ -95,7 +95,8 @@ def bench(plan: Plan, num_steps: int) -> Benched:
 def try_heaviest(stepper: Stepper, *, step: int) -> tuple[int, int, int, int]:
     """Step by the heaviest micro-batch that the data can make, over gradients where steps have several.
 
-    Its rows, tokens, loss tokens, and tokens of its longest row.
+    It is logged, as the prediction takes it: entropies of full logits need memory of their own. Its rows,
+    tokens, loss tokens, and tokens of its longest row.
     """
     steps = stepper.steps
     has_more = len(stepper.work(step - 1).micro_batches) > 1
@@ -105,7 +106,7 @@ def try_heaviest(stepper: Stepper, *, step: int) -> tuple[int, int, int, int]:
         else:
             sequences = heaviest_sequences(stepper, until=step)
         work = step_of(steps.feed, sequences, step=step, has_more=has_more)
-        stepper.gradients(work, is_trial=True)
+        stepper.gradients(work, want_stats=True, is_trial=True)
         stepper.update(work)
         micro_batch = micro_batch_of(steps.feed, sequences)
     rows, longest = micro_batch.input_ids.shape

@@ -126,10 +126,10 @@ def test_every_variant_is_predicted_for_what_is_measured(
     ]:
         reported = bench(one.plan, 1)
         predicted = predicted_of(one, reported.heaviest)
-        # A bound of the data's heaviest micro-batch: of completions that may all be of full length.
-        assert (
-            0.98 * reported.peak_bytes < predicted < (1.3 if method == "grpo" else 1.12) * reported.peak_bytes
-        )
+        # A bound of the data's heaviest micro-batch: of completions that may all be of full length. What is
+        # measured is a step that is logged: without its statistics a plain sft needs a tenth less.
+        most = 1.3 if method == "grpo" else 1.03
+        assert 0.98 * reported.peak_bytes < predicted < most * reported.peak_bytes
 
 
 @pytest.mark.slow
