@@ -92,7 +92,7 @@ def inspect(
         memtrain=__version__,
         dataset=question.dataset,
         method=method,
-        format=work.job.kind,
+        format=_format_of(work),
         tokenizer=question.tokenizer_name,
         counted_by=question.counted_by,
         extent=extent,
@@ -119,6 +119,12 @@ def inspect(
         ),
         notes=(*notes(seen, work, data, extent, len(chosen.eval)), *question.notes),
     )
+
+
+def _format_of(work: Work) -> str:
+    """The format that the rows are written in, where it is one; else that which all are stored in."""
+    written = {one.reading.form for one in work.found if FORMS[one.reading.form].stored_as == work.job.kind}
+    return written.pop() if len(written) == 1 and len(work.found) == 1 else work.job.kind
 
 
 def every_format() -> tuple[Format, ...]:

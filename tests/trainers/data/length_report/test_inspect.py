@@ -347,6 +347,17 @@ def test_bad_rows_are_counted_by_kind_with_their_place(tmp_path):
     assert found.duplicates == 1
 
 
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        ({"instruction": "Add.", "input": "2 + 2", "output": "4"}, "alpaca"),
+        ({"question": "2 + 2?", "answer": "4"}, "question_answer"),
+    ],
+)
+def test_the_format_is_that_which_the_rows_are_written_in(row: dict[str, str], form: str, tmp_path):
+    assert inspected(jsonl(tmp_path / "rows.jsonl", [row] * 3), tmp_path / "cache").format == form
+
+
 def test_rows_without_content_are_counted_as_empty(tmp_path):
     rows = [{"text": "words"}, {"text": ""}, {"text": "more words"}]
     assert inspected(jsonl(tmp_path / "a.jsonl", rows), tmp_path).faulty.empty == 1
