@@ -66,7 +66,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 SHARING = 4
 """GPUs of a recipe that shares its weights out."""
 CARDS = ("4090", "a100-40", "h100", "h200")
-TRACED = ("load", "first step", "steady step", "evaluation", "passes", "saving")
+TRACED = ("load", "first step", "steady step", "evaluation", "log-probs", "saving")
 """Phases that a trace has; completions are written by other code."""
 
 

@@ -100,5 +100,5 @@ def test_the_peak_of_a_rank_is_predicted(runs, metrics, engine: str, value: str)
     folder = ended(runs, "run", engine, *WIDER, f"ppo.value={value}")
     predicted, measured = peaks(folder, metrics)
     assert predicted["saving"] == pytest.approx(measured["saving"], rel=0.01)
-    for phase in ("first step", "steady step", "generation", "passes"):
+    for phase in ("first step", "steady step", "generation", "log-probs"):
         assert predicted[phase] > 0.99 * measured[phase], phase

@@ -58,7 +58,7 @@ STAGES = (
 """Order in which the waterfall goes down: the cheapest first."""
 
 
-TIMED = ("passes", "first step", "steady step")
+TIMED = ("log-probs", "first step", "steady step")
 """Phases that a benchmark goes through."""
 
 

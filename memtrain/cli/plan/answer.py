@@ -272,7 +272,7 @@ def figures_words(hardware: Hardware) -> str:
 
 def passes_batch(resolved: Resolved) -> HeaviestBatch | None:
     """The heaviest micro-batch of answers that are read before they are trained on; None where none are."""
-    if not any(phase.phase == "passes" for phase in resolved.prediction.phases):
+    if not any(phase.phase == "log-probs" for phase in resolved.prediction.phases):
         return None
     settings, factor = resolved.settings, resolved.settings.pass_factor
     tokens = None if settings.micro_tokens is None else factor * settings.micro_tokens

@@ -125,7 +125,7 @@ def _pass_peak(settings: Settings, facts: PlannerInputs, factor: int) -> PhasePe
     )
     load = Workload(settings, facts.shape, heaviest(larger, facts))
     alone = Prediction(
-        phases=(phase_peak("passes", evaluation_moment(load)),), method="arithmetic", budget_bytes=None
+        phases=(phase_peak("log-probs", evaluation_moment(load)),), method="arithmetic", budget_bytes=None
     )
     return with_beside(alone, load, 0, facts.rewards).phases[0]
 

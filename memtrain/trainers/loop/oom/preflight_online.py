@@ -84,7 +84,7 @@ def weighed(steps: OnlineSteps) -> Rollout:
     window = new_window(0, rows, [0] * len(rows), prompts, samples, len(steps.judging.functions))
     window.reward_AF[:] = (np.arange(window.num_answers) % 2)[:, None]
     weighing = AdvantageStep(steps.method, steps.feed, steps.passes, steps.judging.weight_F, count)
-    with steps.watch.phase(f"{DRY_RUN}passes"):
+    with steps.watch.phase(f"{DRY_RUN}log-probs"):
         weighing.weigh(window)
     return window
 

@@ -204,7 +204,7 @@ class OnlineSteps:
         window.reward_AF, window.metrics = made.reward_AF, made.metrics
         scored = time.perf_counter()
         weighing = AdvantageStep(self.method, self.feed, self.passes, self.judging.weight_F, count)
-        with self._watched("passes"):
+        with self._watched("log-probs"):
             weighing.weigh(window)
         reward_A = weighted_rewards(torch.from_numpy(window.reward_AF), self.judging.weight_F)
         window.metrics |= rollout_facts(window, reward_A, count) | {

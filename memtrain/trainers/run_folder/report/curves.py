@@ -94,7 +94,7 @@ KNOWN: tuple[tuple[str, tuple[Chart, ...]], ...] = (
                 "Time of a rollout",
                 "s",
                 ("seconds_generation", "seconds_rewards", "seconds_passes"),
-                ("generation", "rewards", "passes"),
+                ("generation", "rewards", "log-probs"),
             ),
             Chart("Speed of generation", "tokens/s", ("generated_per_s",)),
         ),

@@ -47,8 +47,6 @@ MOST_AVERAGED_STEPS = 10
 
 DRY_RUN = "dry run: "
 """Words before the name of a phase of the dry run: its peak is compared with the same prediction."""
-PREVIOUS_DRY_RUN = "rehearsal: "
-"""The same words in the metrics of runs by earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,7 @@ def load_report(folder: RunFolder) -> Report:
     peaks: dict[str, MemoryEvent] = {}
     for event in events:
         if isinstance(event, MemoryEvent):
-            event = replace(event, phase=event.phase.replace(PREVIOUS_DRY_RUN, DRY_RUN))
+            event = replace(event, phase=_phase_of_today(event.phase))
             known = peaks.get(event.phase)
             peaks[event.phase] = event if known is None or event.allocated > known.allocated else known
     finals = [event for event in events if isinstance(event, FinalEvent)]
@@ -201,7 +199,8 @@ def figures_of(report: Report) -> Figures:
 
 def phases_of(report: Report) -> list[PhaseMemory]:
     """Every phase that was predicted or measured: the plan's in its order, then the others."""
-    predicted = {peak.phase: peak for peak in report.plan.prediction.phases} if report.plan else {}
+    phases = report.plan.prediction.phases if report.plan else ()
+    predicted = {_phase_of_today(peak.phase): peak for peak in phases}
     measured = {event.phase: event for event in report.memory}
     predicted |= {
         f"{DRY_RUN}{phase}": peak for phase, peak in predicted.items() if f"{DRY_RUN}{phase}" in measured
@@ -209,6 +208,11 @@ def phases_of(report: Report) -> list[PhaseMemory]:
     return [
         PhaseMemory(phase, predicted.get(phase), measured.get(phase)) for phase in {**predicted, **measured}
     ]
+
+
+def _phase_of_today(phase: str) -> str:
+    """The name of a phase that a run of an earlier version wrote."""
+    return phase.replace("rehearsal: ", DRY_RUN).replace("passes", "log-probs")
 
 
 def state_of(report: Report) -> str:

@@ -20,7 +20,7 @@ from memtrain.trainers.tools.trace.trace import STEPS, Job, trace
 
 FEWEST = 3
 """A first, a last and a middle layer."""
-PHASES = ("load", *STEPS, "evaluation", "rewards", "passes", "saving")
+PHASES = ("load", *STEPS, "evaluation", "rewards", "log-probs", "saving")
 Owners = Mapping[str, int]
 
 

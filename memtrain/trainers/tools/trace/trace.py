@@ -251,7 +251,7 @@ def _after_steps(cast: Models, job: Job, stage: StepSetup, recorder: Recorder) -
         recorder.enter("rewards")
         one_scoring(judge)
     if cast.passes is not None:
-        recorder.enter("passes")
+        recorder.enter("log-probs")
         one_pass(stage, cast.passes)
     elif not METHODS[job.recipe.method].is_online:
         recorder.enter("evaluation")

@@ -38,7 +38,7 @@ from memtrain.trainers.run_folder.report.sample import sample_rows
 from memtrain.trainers.run_folder.report.time_words import save_words
 
 MakePlan = Callable[..., Plan]
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 def step(number: int, loss: float, **more: object) -> StepEvent:
@@ -267,6 +267,12 @@ def test_held_out_accuracy_and_margin_of_pairs_are_reported(tmp_path: Path, make
     assert "held-out accuracy" in write_report(folder).read_text()
     assert pair_words(evals[1]) == "accuracy 0.7500  margin 0.5000"
     assert pair_words(EvalEvent(step=1, loss=1.0, tokens=1)) == ""
+
+
+def test_phases_of_earlier_versions_have_their_names_of_today(tmp_path: Path, make_plan: Callable[..., Plan]):
+    peaks = [MemoryEvent(step=1, phase=name, allocated=MIB, reserved=MIB) for name in ("rehearsal: passes",)]
+    phases = [one.phase for one in phases_of(load_report(run_folder(tmp_path, make_plan(), peaks)))]
+    assert phases[-1] == "dry run: log-probs"
 
 
 def test_metrics_of_a_python_file_are_reported_of_all_rows_and_of_each_set(
