@@ -15,6 +15,7 @@ from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.progress import duration
+from memtrain.trainers.run_folder.report.data_words import lost_words
 from memtrain.trainers.run_folder.report.report import (
     Report,
     eval_name,
@@ -22,7 +23,6 @@ from memtrain.trainers.run_folder.report.report import (
     figures_of,
     load_report,
     loss_words,
-    lost_words,
     reward_words,
 )
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from memtrain.errors import printable
-from memtrain.memory.plan.length_profile import by_answer_words
 from memtrain.memory.plan.plan import PhasePeak, Plan, read_plan
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.protocols.events import (
@@ -32,6 +31,7 @@ from memtrain.trainers.protocols.events import (
 from memtrain.trainers.run_folder.folder import RunFolder, Status
 from memtrain.trainers.run_folder.metrics import read_metrics
 from memtrain.trainers.run_folder.progress import ROLLOUT_TOKENS, decimal, duration, speed_tokens
+from memtrain.trainers.run_folder.report.data_words import lost_words, source_words
 from memtrain.trainers.run_folder.report.evaluation_rows import ending_rows, held_out_rows
 from memtrain.trainers.run_folder.report.expert_rows import expert_words
 from memtrain.trainers.run_folder.report.rollout_words import (
@@ -286,36 +286,6 @@ def reward_words(figures: Figures) -> str:
     return f"{decimal(first)} -> {decimal(last)}{means}"
 
 
-def source_words(data: DataEvent) -> list[str]:
-    """A sentence for each source of a mixture: its rows, tokens, loss tokens, and its share of the tokens."""
-    total = max(1, sum(tokens for _, _, tokens, _ in data.sources))
-    return [
-        f"{data.split} from {printable(source)}: {_rows(rows)}, {_tokens(tokens, loss_tokens, data)} "
-        f"({tokens / total:.1%} of the tokens)"
-        for source, rows, tokens, loss_tokens in data.sources
-    ]
-
-
-def lost_words(data: DataEvent) -> str:
-    """Losses by truncation and packing, in one sentence."""
-    lost = []
-    if data.rows_skipped:
-        lost.append(f"{_rows(data.rows_skipped, 'bad row')} dropped")
-    if data.rows_cut:
-        sides = by_answer_words(data.loss_tokens_cut_by_answer)
-        cut = _tokens(data.tokens_cut, data.loss_tokens_cut, data)
-        lost.append(f"{_rows(data.rows_cut)} truncated ({cut}{sides})")
-    if data.rows_dropped:
-        dropped = _tokens(data.tokens_dropped, data.loss_tokens_dropped, data)
-        lost.append(f"{_rows(data.rows_dropped)} dropped ({dropped})")
-    if data.tokens_idle:
-        lost.append(f"{data.tokens_idle:,} tokens in pieces without a loss token")
-    words = "; ".join(lost) or "nothing"
-    if data.rows_split:
-        words += f" ({_rows(data.rows_split)} split into {data.fragments:,} pieces)"
-    return words
-
-
 def _figures_table(report: Report) -> Table:
     figures = figures_of(report)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -384,15 +354,6 @@ def _data_table(data: Sequence[DataEvent]) -> Table:
         counts = (f"{count:,}" for count in (one.rows, one.tokens, one.loss_tokens, one.sequences))
         table.add_row(one.split, *counts, fill)
     return table
-
-
-def _tokens(tokens: int, loss_tokens: int, data: DataEvent) -> str:
-    """Prompts have no loss tokens, and none to lose."""
-    return f"{tokens:,} tokens" + (f", {loss_tokens:,} loss tokens" if data.loss_tokens else "")
-
-
-def _rows(count: int, name: str = "row") -> str:
-    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -18,6 +18,7 @@ from memtrain.trainers.protocols.events import REWARD, DataEvent
 from memtrain.trainers.run_folder.folder import RunFolder, Status
 from memtrain.trainers.run_folder.progress import duration
 from memtrain.trainers.run_folder.report.curves import curve_groups
+from memtrain.trainers.run_folder.report.data_words import lost_words, source_words
 from memtrain.trainers.run_folder.report.evaluation_rows import (
     ending_rows,
     held_out_rows,
@@ -32,10 +33,8 @@ from memtrain.trainers.run_folder.report.report import (
     figures_of,
     load_report,
     loss_words,
-    lost_words,
     phases_of,
     reward_words,
-    source_words,
     state_of,
 )
 from memtrain.trainers.run_folder.report.rollout_words import (

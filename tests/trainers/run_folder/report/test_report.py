@@ -25,12 +25,11 @@ from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.metrics import MetricsWriter
 from memtrain.trainers.run_folder.progress import length_words, pair_words, speed_tokens
 from memtrain.trainers.run_folder.report.curves import curve_groups
+from memtrain.trainers.run_folder.report.data_words import lost_words, source_words
 from memtrain.trainers.run_folder.report.report import (
     figures_of,
     load_report,
-    lost_words,
     phases_of,
-    source_words,
     summary,
 )
 from memtrain.trainers.run_folder.report.report_html import write_report
