@@ -44,7 +44,7 @@ def test_errors_are_those_of_the_command_line():
 def test_a_plan_for_a_card_is_that_of_the_command():
     recipe = memtrain.load_recipe("quickstart", {"cluster.device": "auto"})
     plan = memtrain.plan(recipe, gpu="t4", reads_data=False)
-    assert plan.as_json()["with_margin_bytes"] == plan.need_bytes
+    assert plan.as_json()["need_bytes"] == plan.need_bytes
     assert repr(plan).startswith("RunPlan(needs ")
     assert "<iframe" in plan._repr_html_()
 

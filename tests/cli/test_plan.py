@@ -81,12 +81,28 @@ def test_a_plan_as_json_is_all_that_is_printed_and_holds_everything(recipe, caps
     plan = json.loads(capsys.readouterr().out)
     assert plan["device"]["count"] == 2
     assert plan["settings"]["num_processes"] == 2
-    assert plan["needed_bytes"] < plan["with_margin_bytes"] <= plan["budget_bytes"]
+    assert plan["without_margin_bytes"] < plan["need_bytes"] <= plan["budget_bytes"]
     assert plan["data_was_read"] is False
     assert plan["frontier"]
     assert plan["left_out"]["qlora"]
     assert {one["strategy"] for one in plan["gains"]}.isdisjoint(plan["left_out"])
     assert plan["traced"] is None
+
+
+def test_console_json_and_page_say_the_same_need_and_no_other(recipe, tmp_path, capsys):
+    """The sum of the console ends in the need; JSON and the page have that number."""
+    asked = ["plan", recipe, "--gpu", "4090", "--without-data", "model.adapter={r: 8}"]
+    run([*asked, "--json"])
+    made = json.loads(capsys.readouterr().out)
+    need, budget = (f"{made[key] / 2**30:.2f} GiB" for key in ("need_bytes", "budget_bytes"))
+    run(asked)
+    shown = reported(capsys)
+    assert f"fits, needs {need} of {budget}." in shown
+    assert f"{need} of {budget} Host memory" in shown
+    assert f"Host memory: {made['host']['need_bytes'] / 2**30:.2f} GiB" in shown
+    run([*asked, "--html", str(tmp_path / "p.html")])
+    page = " ".join((tmp_path / "p.html").read_text().split())
+    assert f"Needs {need} of {budget} on each device" in page
 
 
 def test_a_plan_as_a_page_is_written_and_loads_nothing(recipe, tmp_path, capsys):
@@ -221,7 +237,7 @@ def test_the_allocators_part_of_a_trace_is_reported_against_the_card(
     assert words in reported(capsys)
     run([*asked, "--json"])
     made = json.loads(capsys.readouterr().out)
-    assert made["traced_with_margin_bytes"] == pytest.approx(
+    assert made["traced_need_bytes"] == pytest.approx(
         (reserved + 0.648) * 2**30 * 1.02 + 2**28, rel=1e-3
     )
 
@@ -280,7 +296,7 @@ def test_the_hosts_memory_is_reported_by_phase_and_kind(recipe, capsys):
     host = json.loads(capsys.readouterr().out)["host"]
     assert "offloaded activations" in host["pinned"]
     assert set(host["phases"]) == {"data preparation", "steps", "saving"}
-    assert host["needed_bytes"] == max(sum(owners.values()) for owners in host["phases"].values())
+    assert host["need_bytes"] == max(sum(owners.values()) for owners in host["phases"].values())
     assert host["phases"]["saving"]["checkpoint being written"] > 0
 
 

@@ -301,7 +301,7 @@ def host_json(made: Answer) -> dict[str, Any]:
     pinned = [name for name in PINNED if not (is_paged and name == "optimizer states")]
     return {
         "memory_bytes": facts.hardware.host_bytes * facts.hardware.num_nodes,
-        "needed_bytes": sum(highest(phases)[1].values()),
+        "need_bytes": sum(highest(phases)[1].values()),
         "highest_phase": highest(phases)[0],
         "phases": {name: dict(owners) for name, owners in phases.items()},
         "pinned": [name for name in pinned if settings.device == "cuda" and phases[STEPS].get(name)],
@@ -321,8 +321,8 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
             "figures": figures_words(hardware),
         },
         "fits": True,
-        "needed_bytes": made.need_bytes,
-        "with_margin_bytes": made.chosen.need_bytes,
+        "without_margin_bytes": made.need_bytes,
+        "need_bytes": made.chosen.need_bytes,
         "budget_bytes": resolved.prediction.budget_bytes,
         "host": host_json(made),
         "step_s": made.step_s,
@@ -336,7 +336,7 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
             {
                 "strategy": one.strategy,
                 "peak_bytes_without": one.peak_bytes,
-                "needed_with_margin_bytes_without": one.need_bytes,
+                "need_bytes_without": one.need_bytes,
                 "time_without": one.time_share,
             }
             for one in gains(made.chosen, resolved.case.facts)
@@ -345,7 +345,7 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
         "engines": [
             {
                 "engine": one.name,
-                "with_margin_bytes": None if one.best is None else one.best.need_bytes,
+                "need_bytes": None if one.best is None else one.best.need_bytes,
                 "step_s": None if one.best is None else one.best.step_s,
                 "why": one.words,
             }
@@ -353,7 +353,7 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
         ],
         "frontier": [
             {
-                "with_margin_bytes": one.need_bytes,
+                "need_bytes": one.need_bytes,
                 "tokens_per_s": one.settings.num_processes / one.token_s,
                 "pins": pins(resolved.case.asked, one.settings),
             }
@@ -363,7 +363,7 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
         "notes": list(made.notes),
         "data_was_read": not resolved.case.facts.is_guessed,
         "traced": None if traced is None else traced.model_dump(mode="json"),
-        "traced_with_margin_bytes": None
+        "traced_need_bytes": None
         if traced is None or traced.reserved_bytes is None
         else traced_need(made, traced.reserved_bytes),
         "not_traced": why_not or None,

@@ -119,7 +119,7 @@ def as_json(cells: Sequence[Cell]) -> list[dict[str, object]]:
             "way": cell.way,
             "device": cell.device,
             "fits": cell.answer is not None,
-            "with_margin_bytes": cell.answer.chosen.need_bytes if cell.answer else None,
+            "need_bytes": cell.answer.chosen.need_bytes if cell.answer else None,
             "tokens_per_s": cell.answer.tokens_per_s if cell.answer else None,
             "why_not": cell.why_not or None,
         }

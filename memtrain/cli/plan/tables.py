@@ -140,7 +140,7 @@ def host_words(made: Answer) -> str:
     named = [
         f"{name} {gib(size)}{' pinned' if name in pinned else ''}" for name, size in owners if size >= MIB
     ]
-    words = f"Host memory: {gib(host['needed_bytes'])} of {gib(host['memory_bytes'])}, highest {WHEN[phase]}"
+    words = f"Host memory: {gib(host['need_bytes'])} of {gib(host['memory_bytes'])}, highest {WHEN[phase]}"
     words += f" ({', '.join(named)})" if named else ""
     return words + (f"; on disk {gib(host['disk_bytes'])}." if host["disk_bytes"] else ".")
 

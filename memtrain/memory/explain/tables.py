@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memtrain.memory.estimate.pricing import need_of
 from memtrain.memory.estimate.static import needed, overhead
 from memtrain.memory.generation.vllm import shares_device
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
@@ -75,13 +76,14 @@ def with_vllm(prediction: Prediction, settings: Settings, recipe: Recipe) -> Pre
 def verdict(settings: Settings, prediction: Prediction) -> str:
     """The peak of a device against its budget, in one sentence."""
     peak, extra = prediction.peak, overhead(settings)
-    need = needed(peak.num_bytes, settings)
+    need = need_of(prediction, settings)
     parts = [f"{gib(peak.num_bytes)} of live tensors in the {peak.phase}"]
     parts.append(f"{extra.slack:.0%} for the allocator")
     if settings.device == "cuda":
         parts.append(f"{gib(extra.fixed)} for the CUDA context and its workspaces")
     else:
         parts.append(f"{gib(extra.fixed)} for the interpreter and its libraries")
+    parts.append(f"{gib(need - needed(prediction.corrected_bytes, settings))} of margin")
     need_text = f"Needs {gib(need)} on each device: {', '.join(parts)}."
     if prediction.budget_bytes is None:
         return need_text
