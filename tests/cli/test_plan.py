@@ -237,9 +237,7 @@ def test_the_allocators_part_of_a_trace_is_reported_against_the_card(
     assert words in reported(capsys)
     run([*asked, "--json"])
     made = json.loads(capsys.readouterr().out)
-    assert made["traced_need_bytes"] == pytest.approx(
-        (reserved + 0.648) * 2**30 * 1.02 + 2**28, rel=1e-3
-    )
+    assert made["traced_need_bytes"] == pytest.approx((reserved + 0.648) * 2**30 * 1.02 + 2**28, rel=1e-3)
 
 
 def test_two_shallow_models_stand_for_a_deep_one_unless_the_plan_is_explained(recipe, capsys, monkeypatch):
