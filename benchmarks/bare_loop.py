@@ -2,12 +2,14 @@
 
     python benchmarks/bare_loop.py [--models 0.9M 25M] [--steps 40] [--repeats 3]
 
-The bare loop is what one writes by hand, and nothing else: padded rows, sdpa, transformers' own loss
-over all logits of a row, fused AdamW, a clipped norm; no file is written and nothing is reported. memtrain
-runs as its plan chooses, with its meter of memory as it is by default, and without it. The sides take
-turns in processes of their own, one thread each, float32, the same weights and rows (made-up word
-problems). `mean`: processor time from the end of the first step to that of the last, over the steps
-between; the steps that the meter counts are among them. `settled`: the median step.
+The bare loop is what one writes by hand, and nothing else: sdpa, transformers' own loss over all logits
+of a row, fused AdamW, a clipped norm; no file is written and nothing is reported. All rows are of one
+length and every token is trained on: nothing is padded and no position is left out, so that neither side
+has less to do. memtrain runs as its plan chooses, with its meter of memory as it is by default, and
+without it. The sides take turns in processes of their own, in the opposite order every other time, one
+thread each, float32, the same weights and rows (random ids). `mean`: processor time from the end of the
+first step to that of the last, over the steps between; the steps that the meter counts are among them.
+`settled`: the median step.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -26,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from method_sides import run_memtrain
-from methods_vs_trl import write_rows
 from result_files import write_result
 from sft_sides import versions
 from sft_vs_trl import MODELS, environment, save_model
@@ -36,36 +38,23 @@ RESULTS = HERE / "results" / "bare_loop.json"
 SIDES = ("bare", "measured", "unmeasured")
 """memtrain's: with its meter of memory, and without."""
 BATCH = 4
+ROW_TOKENS = 192
 
 
 def run_bare(job: dict[str, Any]) -> dict[str, Any]:
     """The plain loop."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(job["model"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], attn_implementation="sdpa")
     model.train()
-    rows = [json.loads(line) for line in Path(job["data"]).read_text().splitlines()]
-    made: list[tuple[list[int], int]] = []
-    for row in rows:
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        made.append(
-            ([*prompt, *tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id], len(prompt))
-        )
+    rows = [json.loads(line)["input_ids"] for line in Path(job["data"]).read_text().splitlines()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=job["lr"], fused=True, weight_decay=0.0)
     cpu_s: list[float] = []
     for step in range(job["steps"]):
-        taken = made[step * BATCH : (step + 1) * BATCH]
-        longest = max(len(ids) for ids, _ in taken)
-        ids_BT, labels_BT = torch.zeros(BATCH, longest, dtype=torch.int64), torch.full((BATCH, longest), -100)
-        mask_BT = torch.zeros(BATCH, longest, dtype=torch.int64)
-        for row, (ids, num_prompt) in enumerate(taken):
-            ids_BT[row, : len(ids)] = torch.tensor(ids)
-            labels_BT[row, num_prompt : len(ids)] = torch.tensor(ids[num_prompt:])
-            mask_BT[row, : len(ids)] = 1
-        loss = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
+        ids_BT = torch.tensor(rows[step * BATCH : (step + 1) * BATCH])
+        loss = model(input_ids=ids_BT, labels=ids_BT).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -73,6 +62,13 @@ def run_bare(job: dict[str, Any]) -> dict[str, Any]:
         loss.item()
         cpu_s.append(time.process_time())
     return {"cpu_s": cpu_s}
+
+
+def write_rows(path: Path, num_rows: int, seed: int, vocabulary: int) -> None:
+    """Rows of random ids, all of one length."""
+    draw = random.Random(seed)
+    rows = ([draw.randrange(5, vocabulary) for _ in range(ROW_TOKENS)] for _ in range(num_rows))
+    path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in rows))
 
 
 def turn(job: dict[str, Any], side: str, folder: Path) -> list[float]:
@@ -97,10 +93,11 @@ def costs(cpu_s: Sequence[float]) -> dict[str, float]:
 def compare(size: str, steps: int, repeats: int, folder: Path) -> dict[str, Any]:
     """The sides in turns; ratios of memtrain's to the bare loop's, turn by turn."""
     save_model(folder / size, MODELS[size])
+    vocabulary = json.loads((folder / size / "config.json").read_text())["vocab_size"]
     turns: list[dict[str, dict[str, float]]] = []
     for seed in range(repeats):
         data = folder / f"{size}-{seed}.jsonl"
-        write_rows("sft", data, steps * BATCH, seed, None)
+        write_rows(data, steps * BATCH, seed, vocabulary)
         job = {
             "method": "sft",
             "model": str(folder / size),
@@ -111,7 +108,9 @@ def compare(size: str, steps: int, repeats: int, folder: Path) -> dict[str, Any]
             "seed": seed,
             "fixed": False,
         }
-        turns.append({side: costs(turn(job, side, folder)) for side in SIDES})
+        order = SIDES if seed % 2 == 0 else SIDES[::-1]
+        made = {side: costs(turn(job, side, folder)) for side in order}
+        turns.append({side: made[side] for side in SIDES})
         print(json.dumps(turns[-1]), flush=True)
     ratios = {
         side: {
