@@ -73,7 +73,7 @@ def write_rows(path: Path, num_rows: int, seed: int, vocabulary: int) -> None:
 
 def turn(job: dict[str, Any], side: str, folder: Path) -> list[float]:
     """Processor seconds at the end of each step of one side, in a process of its own."""
-    work = folder / f"{side}-{job['seed']}"
+    work = folder / "-".join((Path(job["model"]).name, side, str(job["seed"])))
     work.mkdir()
     given = job | {"folder": str(work), "measure_peaks": side == "measured"}
     (work / "job.json").write_text(json.dumps(given))
