@@ -87,7 +87,7 @@ def test_ppo_tells_its_values_and_saves_its_value_model(tmp_path: Path, cache: P
 
 def test_a_value_model_of_its_own_leaves_the_policys_trunk_alone(tmp_path: Path, cache: Path):
     """With advantages of 0 (no reward, no KL term) only the value model could move, and it is right at 0."""
-    given = (*OWN_VALUE, "ppo.beta=0", "rewards.functions.0.weight=1e-30", "ppo.normalise_advantages=false")
+    given = (*OWN_VALUE, "ppo.beta=0", "rewards.functions.0.weight=1e-30", "ppo.normalize_advantages=false")
     reported = run(tmp_path, "ppo", cache, *given, "train.max_steps=2")
     assert all(line["grad_norm"] < 1e-6 for line in steps(reported))
     assert read_plan(tmp_path / "run" / "plan.json").settings.value == "own"

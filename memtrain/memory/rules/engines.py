@@ -128,7 +128,7 @@ def decide_loading(ledger: DecisionLog, settings: Settings) -> None:
         words = "int8 by row, in shards; products are with the widened weight, in the model's own precision"
         ledger.decide_again("quantize", "8bit", words, "model.quantize")
     if settings.loads_shards:
-        words = "each process loads, or initialises, only its own part of the weights"
+        words = "each process loads, or initializes, only its own part of the weights"
         if settings.quantize != "none":
             words += "; a weight is packed whole, and then cut"
         ledger.decide("loading", "parts", words)
@@ -137,7 +137,7 @@ def decide_loading(ledger: DecisionLog, settings: Settings) -> None:
     why = (
         "DeepSpeed divides weights only after they are loaded whole"
         if is_zero
-        else "DoRA is initialised by norms of packed weights"
+        else "DoRA is initialized by norms of packed weights"
     )
     ledger.decide("loading", "whole", f"each process holds all weights until they are divided: {why}")
 

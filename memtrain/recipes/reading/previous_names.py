@@ -36,6 +36,7 @@ PREVIOUS_KEYS: dict[str, str] = {
     **{f"{method}.mismatch": "importance_correction" for method in _CORRECTING},
     **{f"{method}.mismatch_low": "importance_correction_min" for method in _CORRECTING},
     **{f"{method}.mismatch_high": "importance_correction_max" for method in _CORRECTING},
+    **{f"{method}.normalise_advantages": "normalize_advantages" for method in ("rloo", "ppo")},
     "grpo.cispo_highest": "cispo_max_weight",
     "grpo.top_entropy": "top_entropy_fraction",
     "online_dpo.least_margin": "min_reward_gap",
@@ -56,6 +57,10 @@ PREVIOUS_VALUES: dict[str, dict[str, str]] = {
         "cuda": "torch_varlen",
         "dense": "masked",
         "stock": "transformers",
+    },
+    "grpo.combine_rewards": {
+        "sum_then_normalise": "sum_then_normalize",
+        "normalise_then_sum": "normalize_then_sum",
     },
     "cluster.context_parallel_mode": {"keys": "all_gather", "heads": "ulysses"},
 }

@@ -101,13 +101,13 @@ _PROBLEMS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "could not find expected ':'",
-        "the line above has no colon, or is not indented as its neighbours",
+        "the line above has no colon, or is not indented as its neighbors",
         "write key: value",
     ),
     (r"expected ',' or '([\]}])'", "a bracket is open here, or a comma is missing", "close it with {0}"),
     (
         "expected <block end>",
-        "this line is not indented as its neighbours",
+        "this line is not indented as its neighbors",
         "give keys of one section one indentation",
     ),
     (

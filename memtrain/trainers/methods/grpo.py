@@ -74,7 +74,7 @@ class Grpo(PolicyMethod[GrpoRecipe]):
         """Rewards against their group [A]; exactly 0 where a group has no best answer."""
         group_size = scored.group_size
         total_A = weighted_rewards(scored.reward_AF, scored.weight_F)
-        if self.section.combine_rewards == "normalise_then_sum":
+        if self.section.combine_rewards == "normalize_then_sum":
             return decoupled_advantages(scored.reward_AF, scored.weight_F, group_size)
         advantage_A = group_advantages(total_A, group_size, self.section.scale_rewards)
         zero_advantage_A = zero_std_groups(total_A, group_size).repeat_interleave(group_size)

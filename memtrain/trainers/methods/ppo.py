@@ -87,7 +87,7 @@ class Ppo(PolicyMethod[PpoRecipe]):
             "value/mean": value_N.mean().item(),
             "value/explained": _explained(value_N, return_N),
         }
-        if section.normalise_advantages:
+        if section.normalize_advantages:
             is_loss_token_N = torch.from_numpy(np.repeat(window.is_trained_A, window.length_A))
             advantage_N = standardised(advantage_N, is_loss_token_N)
         window.token_advantage_N = advantage_N.float().numpy()

@@ -66,7 +66,7 @@ class Rloo(PolicyMethod[RlooRecipe]):
         if scored.kl_A is not None:
             total_A = penalised_rewards(total_A, scored.kl_A, beta=self.section.beta)
             self.kl = scored.kl_A.mean().item()
-        normalise = self.section.normalise_advantages
+        normalise = self.section.normalize_advantages
         advantage_A = leave_one_out_advantages(total_A, group_size, normalise=normalise)
         if normalise:
             return advantage_A

@@ -43,6 +43,15 @@ def test_a_previous_key_is_read_as_todays_and_noted_with_its_place():
     assert notes(read) == ["my.yaml:5:3: train.batch_rows is now train.batch_size"]
 
 
+def test_british_spellings_are_read_as_those_of_trl():
+    read = load_recipe("smoke/grpo", ["grpo.combine_rewards=normalise_then_sum"])
+    assert read.recipe.grpo is not None
+    assert read.recipe.grpo.combine_rewards == "normalize_then_sum"
+    rloo = load_recipe("smoke/rloo", ["rloo.normalise_advantages=true"]).recipe.rloo
+    assert rloo is not None
+    assert rloo.normalize_advantages
+
+
 def test_an_override_by_the_previous_name_goes_over_todays_and_the_other_way_round():
     assert loaded("train: {batch_size: 8}\n", "train.batch_rows=4").recipe.train.batch_size == 4
     read = loaded("train: {batch_rows: 8}\n", "train={batch_size: 2}")

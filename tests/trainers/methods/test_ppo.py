@@ -41,7 +41,7 @@ def scored(*rewards: float) -> ScoredRollout:
 
 
 def weighed(window: Rollout, rewards: tuple[float, float], **knobs: Any) -> tuple[Ppo, dict[str, float]]:
-    section = PpoRecipe(normalise_advantages=False, **knobs)
+    section = PpoRecipe(normalize_advantages=False, **knobs)
     method = Ppo(section, None, beta=section.beta)
     return method, method.weigh_tokens(window, scored(*rewards))
 

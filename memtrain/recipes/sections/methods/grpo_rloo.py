@@ -81,8 +81,8 @@ class Grpo(WithMismatch):
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of the group, of the rollout, or not (Dr. GRPO)."""
 
-    combine_rewards: Literal["sum_then_normalise", "normalise_then_sum"] = "sum_then_normalise"
-    """Several rewards: summed first, or each normalised in its group first (GDPO, arXiv:2601.05242)."""
+    combine_rewards: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Several rewards: summed first, or each normalized in its group first (GDPO, arXiv:2601.05242)."""
 
     kl: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL term from the sampled tokens. Its gradient is that of the KL divergence with k1 and
@@ -139,9 +139,9 @@ class Grpo(WithMismatch):
                 "kl: k2 with unbiased_kl has a gradient other than that of the KL divergence: k2 is "
                 "unbiased without the ratio; remove unbiased_kl, or set kl: k1 or k3"
             )
-        if self.combine_rewards == "normalise_then_sum" and self.scale_rewards != "group":
+        if self.combine_rewards == "normalize_then_sum" and self.scale_rewards != "group":
             raise ValueError(
-                "normalise_then_sum normalises each reward in its group; remove scale_rewards, or set group"
+                "normalize_then_sum normalizes each reward in its group; remove scale_rewards, or set group"
             )
         return self
 
@@ -171,7 +171,7 @@ class Rloo(WithMismatch):
     clip_high: Annotated[float, Field(ge=0)] | None = None
     """The ratio of a completion is clipped above 1 plus this. Not given: as clip_low."""
 
-    normalise_advantages: bool = False
+    normalize_advantages: bool = False
     """Bring the advantages of a rollout to mean 0 and standard deviation 1."""
 
     reward_clip: Annotated[tuple[float, float] | None, BeforeValidator(pair_of)] = None

@@ -44,7 +44,7 @@ class Ppo(WithMismatch):
     gae_lambda: Fraction = 0.95
     """Generalised advantage estimation (arXiv:1506.02438): 1 trusts what came, 0 trusts the value model."""
 
-    normalise_advantages: bool = True
+    normalize_advantages: bool = True
     """Bring the advantages of a rollout's tokens to mean 0 and standard deviation 1."""
 
     entropy_coef: float = 0.0
