@@ -77,6 +77,14 @@ CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "full, checkpointed": {"memory": {"activation_checkpointing": "on"}},
     "full, liger": {"model": {"liger": "on"}},
+    "lora, liger, checkpointed": {
+        "model": {"adapter": {"r": 16}, "liger": "on"},
+        "memory": {"activation_checkpointing": "on"},
+    },
+    "full, liger, checkpointed": {
+        "model": {"liger": "on"},
+        "memory": {"activation_checkpointing": "on"},
+    },
 }
 """Recipes of one micro-batch of 16,384 tokens."""
 DECODE_TOKENS = 257
@@ -283,7 +291,8 @@ def main() -> None:
         if "liger" in name and find_spec("triton") is None:
             print(f"{name}: not counted, liger-kernel and triton are not installed")
             continue
-        result["cases"][name] = made = micro_batch(form) | {"commit": result["commit"]}
+        made = micro_batch(form) | {"commit": result["commit"], "versions": result["versions"]}
+        result["cases"][name] = made
         print(f"{name}: {made['micro_batch']:,} a micro-batch, {made['update']:,} an update", flush=True)
         for row in made["by_source"]:
             print(f"  {row['phase']:<12}{row['source']:<16}{row['kernels']:>6,}")

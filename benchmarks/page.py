@@ -357,7 +357,8 @@ def kernels(result: Result) -> list[str]:
         was = before.get(name, {}).get("micro_batch")
         reported = "" if was is None else f"{was:,}"
         now = [f"{case[key]:,}" for key in ("micro_batch", "update")]
-        rows.append([name, reported, *now, case["commit"]])
+        with_torch = f"torch {case['versions']['torch'].partition('+')[0]}"
+        rows.append([name, reported, *now, f"{case['commit']}, {with_torch}"])
     lines = table(["case", f"a micro-batch at {before['at']}", "now", "an update", "counted at"], rows)
     decode = result["cases"].get("decode")
     if decode is None:

@@ -127,7 +127,10 @@ class Bench:
         """(path of a recipe, overrides): rows of at most `tokens` tokens, `batch` of them a step."""
         quantizes = any(word.startswith("model.quantize=") for word in overrides)
         source = {"path": str(self.saved(size))} if quantizes else {"config": str(self.config(size))}
-        model = source | {"tokenizer": "builtin:tiny", "dtype": str(self.dtype).removeprefix("torch.")}
+        # Copies are of bfloat16 weights: a stand-in, which computes in float32, rehearses them in it.
+        is_half = self.device.is_cuda or any(word.startswith("optim.copies=") for word in overrides)
+        dtype = "bfloat16" if is_half else "float32"
+        model = source | {"tokenizer": "builtin:tiny", "dtype": dtype}
         rows = self.rows(method, row_tokens or int(0.8 * tokens), count)
         given: dict[str, Any] = {
             "method": method,

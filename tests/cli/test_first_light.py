@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from first_light import results, supervise
+from first_light.bench import Bench
 from first_light.grid import GRID, METHODS, SIZES, STRATEGIES, sampled
 from first_light.ladder import Stage, stages
 from first_light.page import page
@@ -174,6 +175,17 @@ def test_the_page_shows_faults_plots_and_what_others_published():
 
 def test_time_that_several_kernels_share_counts_once():
     assert covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "dtype"), [("optim.copies=split", "bfloat16"), ("memory.loss=full", "float32")]
+)
+def test_a_stand_in_rehearses_copies_in_bfloat16_and_the_rest_in_float32(
+    override: str, dtype: str, tmp_path: Path
+):
+    """In float32 seven points of the grid were refused on a CPU, and so never rehearsed."""
+    path, _ = Bench(tmp_path, stand_in=True).recipe("sft", "0.6B", tokens=64, overrides=[override], count=2)
+    assert json.loads(Path(path).read_text())["model"]["dtype"] == dtype
 
 
 @pytest.mark.slow
