@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from memtrain.memory.estimate.activations import layer_kept
+from memtrain.memory.estimate.activations import layer_kept, positions_and_mask
 from memtrain.memory.estimate.peaks import PHASES, estimate, step_moments
 from memtrain.memory.estimate.static import (
     COMMUNICATION_BYTES,
@@ -219,6 +219,16 @@ def test_padded_rows_are_as_long_as_the_longest_and_padding_free_ones_are_not():
     flat = Workload(make(padding_free=True), QWEN06, uneven)
     assert (padded.N, flat.N) == (2800, 1000)
     assert padded.S == flat.S == 996
+
+
+def test_flex_attention_is_planned_with_the_tables_of_its_block_mask():
+    """65,536 tokens are 512 blocks: four int32 tables of 512 x 512, and five int32 numbers a token."""
+    rows = batch(8, 8192)
+    flex, plain = (
+        positions_and_mask(Workload(make(attention=name, padding_free=True), QWEN06, rows))
+        for name in ("flex", "torch_varlen")
+    )
+    assert flex - plain == 4 * 4 * 512**2 + 20 * 65_536
 
 
 def test_what_fits_a_budget_needs_no_more_than_the_budget():
