@@ -348,5 +348,6 @@ def same_kind(parts: Mapping[str, str | Messages]) -> None:
         }
         kinds_text = ", ".join(f"'{column}' is {kind}" for column, kind in kinds.items())
         raise BadRow(
-            f"strings and messages are mixed in one row: {kinds_text}", "make all of them one or the other"
+            f"strings and messages are mixed in one row: {kinds_text}",
+            "write all of them as strings, or all as messages",
         )

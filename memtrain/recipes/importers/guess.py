@@ -67,7 +67,7 @@ def guess_tool(config: Mapping[str, Any], words: Sequence[str], name: str) -> st
     best = max(scores, key=lambda tool: scores[tool])
     if not scores[best]:
         raise RecipeError(
-            f"no key of {name} tells which tool reads it",
+            f"{name} has no key of a known tool",
             name,
             "give --tool trl, axolotl, llamafactory, unsloth or verl",
         )

@@ -200,7 +200,7 @@ def import_config(
         reading.method = foreign.method
     if reading.method not in IMPORTED:
         raise RecipeError(
-            f"the method '{reading.method}' is not read",
+            f"the method '{reading.method}' has no counterpart in memtrain",
             foreign.name,
             f"give one of {', '.join(IMPORTED)} with --method",
         )

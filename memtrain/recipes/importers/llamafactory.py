@@ -201,7 +201,7 @@ def read(reading: ToolReading) -> None:
     stage = reading.get("stage", "sft")
     if stage not in METHODS:
         raise RecipeError(
-            f"stage: {stage} is not read", "stage", f"stages that are read: {', '.join(METHODS)}"
+            f"stage: {stage} has no counterpart in memtrain", "stage", f"give one of {', '.join(METHODS)}"
         )
     reading.method = METHODS[stage]
     _adapter(reading)

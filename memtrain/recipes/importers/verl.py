@@ -63,9 +63,9 @@ def _online(reading: ToolReading) -> None:
     asked = str(reading.get("algorithm.adv_estimator", "gae"))
     if asked not in METHODS:
         raise RecipeError(
-            f"algorithm.adv_estimator: {asked} is not read",
+            f"algorithm.adv_estimator: {asked} has no counterpart in memtrain",
             "algorithm.adv_estimator",
-            f"estimators that are read: {', '.join(METHODS)}; `method: ppo` is written by hand",
+            f"give one of {', '.join(METHODS)}; `method: ppo` is written by hand",
         )
     reading.method = METHODS[asked]
     group = int(reading.get(f"{_AR}.rollout.n", 1))

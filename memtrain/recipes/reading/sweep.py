@@ -33,7 +33,9 @@ def sweep(words: Sequence[str], where: str = "") -> tuple[tuple[str, ...], ...]:
             fix = "remove it; the jobs of an array share their cluster, and each has its own folder"
             faults.append(Fault(f"{key} cannot differ within an array", where, fix))
         elif len(set(values)) < len(values):
-            faults.append(Fault(f"'{word}' gives a value twice", where, "remove one: both would be one run"))
+            faults.append(
+                Fault(f"'{word}' gives a value twice", where, "remove one of the two: they name the same run")
+            )
         choices.append(tuple(f"{key}={value}" for value in values))
     if faults:
         raise RecipeError(faults)
