@@ -1,6 +1,7 @@
 """memtrain's SFT beside the bare loop of plain PyTorch, which is the limit: the tool's own cost of a step.
 
     python benchmarks/bare_loop.py [--models 0.9M 25M] [--steps 40] [--repeats 3]
+    python benchmarks/bare_loop.py --meter    a step with its tensors counted over one without, step by step
 
 The bare loop is what one writes by hand, and nothing else: sdpa, transformers' own loss over all logits
 of a row, fused AdamW, a clipped norm; no file is written and nothing is reported. All rows are of one
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,37 @@ def write_rows(path: Path, num_rows: int, seed: int, vocabulary: int) -> None:
     draw = random.Random(seed)
     rows = ([draw.randrange(5, vocabulary) for _ in range(ROW_TOKENS)] for _ in range(num_rows))
     path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in rows))
+
+
+def counted_over_plain(size: str, folder: Path, pairs: int = 12) -> list[float]:
+    """Shares by which a step takes longer with its tensors counted, of pairs in turns in one process."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from memtrain.trainers.memory_meter.live_tensors import TensorPeak
+
+    torch.set_num_threads(1)
+    save_model(folder / size, MODELS[size])
+    model = AutoModelForCausalLM.from_pretrained(folder / size, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    ids_BT = torch.randint(5, 500, (BATCH, ROW_TOKENS))
+
+    def step(*, counts: bool) -> float:
+        begun = time.process_time()
+        with TensorPeak() if counts else nullcontext():
+            model(input_ids=ids_BT, labels=ids_BT).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return time.process_time() - begun
+
+    for counts in (False, True):
+        step(counts=counts)
+    shares: list[float] = []
+    for number in range(pairs):
+        order = (False, True) if number % 2 else (True, False)
+        taken = {counts: step(counts=counts) for counts in order}
+        shares.append(round(taken[True] / taken[False] - 1, 4))
+    return sorted(shares)
 
 
 def turn(job: dict[str, Any], side: str, folder: Path) -> list[float]:
@@ -128,6 +161,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=["0.9M", "25M"], choices=list(MODELS))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--meter", action="store_true")
     parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
@@ -135,6 +169,11 @@ def main() -> int:
         side, job, out = asked.side
         made = (run_bare if side == "bare" else run_memtrain)(json.loads(Path(job).read_text()))
         Path(out).write_text(json.dumps({"cpu_s": made["cpu_s"]}))
+        return 0
+    if asked.meter:
+        with tempfile.TemporaryDirectory() as name:
+            for size in asked.models:
+                print(size, counted_over_plain(size, Path(name)), flush=True)
         return 0
     with tempfile.TemporaryDirectory() as name:
         found = [compare(size, asked.steps, asked.repeats, Path(name)) for size in asked.models]
