@@ -212,7 +212,8 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
         weight = 0
     else:
         of_layer -= shape.largest_linear
-    # A tied head's gradient waits for the embedding's, and the two are summed into a third.
+    # A tied head's gradient waits for the embedding's, and the two are summed into a third; where sums are
+    # wide it is widened as it comes.
     waits = embedding if shape.tied else 0
     arriving = own_embedding if is_wide else embedding if accumulates else 0
     arriving = max(2 * waits, arriving) if shape.tied else arriving
@@ -223,7 +224,7 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
         in_turn = waiting if not settings.slice_tokens else waits + backward_bucket(whole)
         return _Gradients(0, waiting, in_turn, in_turn, embedding, arriving, at_step, 0)
     if accumulates:
-        held = whole + waits
+        held = whole + (own_embedding if shape.tied else 0)
         widening = (
             0 if shape.tied else of_head + of_head // load.a * widened + 2 * load.a * load.S * shape.width
         )

@@ -87,20 +87,26 @@ def _slice_attention(part: Workload, load: Workload) -> int:
     shape, n, a = part.shape, part.N, part.a
     Q, K = shape.query_width, shape.kv_width  # noqa: N806
     kept, _ = whole_scores(part)
-    copies = bool(windows_backward(load))
-    is_short = copies and shape.num_sliding_layers == shape.num_layers
-    span = min(n, shape.sliding_window or n) if is_short else n
+    window = shape.sliding_window if windows_backward(load) else None
     held = attention_kept(part) - kept - 2 * a * n * K + norm_kept(part, shape.width, num_scales=1)
     held += _maps_inputs(part) + a * n * (2 * shape.width + Q) + max(4, a) * n * Q
     in_kernel = part.settings.attention == "torch_cpu"
     wide = max(4, a) if in_kernel else a
-    held += n * wide * (Q + 2 * K) + 4 * span * wide * Q * in_kernel
-    held += 4 * n * (3 * Q + 2 * K) * (in_kernel and part.is_half)
-    held += a * n * (3 * Q + 2 * K) * copies
-    # Of one block of keys at a time: weights, their gradients and a product of the two; none is kept. Capped
-    # scores have a slope.
-    scores = (8 + a + 4 * shape.makes_scores) * span * span * shape.num_heads if kept else 0
-    return held + scores
+    held += n * wide * (Q + 2 * K) + 4 * n * (3 * Q + 2 * K) * (in_kernel and part.is_half)
+
+    def of_layer(span: int, copies: int) -> int:
+        """What layers of one kind hold besides."""
+        # Of one block of keys at a time: weights, their gradients and a product of the two; none is kept.
+        # Capped scores have a slope.
+        scores = (8 + a + 4 * shape.makes_scores) * span * span * shape.num_heads if kept else 0
+        return scores + 4 * span * wide * Q * in_kernel + copies
+
+    copies = a * n * (3 * Q + 2 * K) if window else 0
+    whole = of_layer(n, 0)
+    if not window:
+        return held + whole
+    short = of_layer(min(n, window), copies)
+    return held + (short if shape.num_sliding_layers == shape.num_layers else max(whole, short))
 
 
 def _maps_inputs(part: Workload) -> int:

@@ -56,6 +56,17 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs["out"] if "out" in kwargs else args[0]
 
 
+def _index_add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gradients of picked rows are added into zeros in place; under a dispatch mode autograd takes the form
+    that makes another tensor.
+
+    Source: torch 2.13, torch/csrc/autograd/FunctionsManual.cpp, index_select_backward_symint.
+    """
+    node = torch._C._current_autograd_node()
+    is_of_picked = node is not None and node.name() == "IndexSelectBackward0"
+    return args[0] if is_of_picked else func(*args, **kwargs)
+
+
 _MATH_IN_PLACE = (
     "add_ sub_ mul_ div_ exp_ log_ neg_ sqrt_ rsqrt_ tanh_ square_ pow_ clamp_ lerp_ addmm_ addcmul_ "
     "addcdiv_ copy_ fill_ zero_ masked_fill_ scatter_add_ index_add_"
@@ -79,6 +90,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     **_rules_in_place(),
     aten._local_scalar_dense.default: _scalar,
     aten.equal.default: _equal,
+    aten.index_add.default: _index_add,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
 }
