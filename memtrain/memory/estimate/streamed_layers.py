@@ -95,7 +95,7 @@ def _slice_attention(part: Workload, load: Workload) -> int:
     held += n * wide * (Q + 2 * K) + 4 * n * (3 * Q + 2 * K) * (in_kernel and part.is_half)
 
     def of_layer(span: int, copies: int) -> int:
-        """What layers of one kind hold besides."""
+        """Bytes that layers of one kind hold besides."""
         # Of one block of keys at a time: weights, their gradients and a product of the two; none is kept.
         # Capped scores have a slope.
         scores = (8 + a + 4 * shape.makes_scores) * span * span * shape.num_heads if kept else 0
