@@ -198,6 +198,7 @@ STRATEGIES = {
     "every other layer": sft(LLAMA, {"checkpoint_every": 2}),
     "bfloat16": sft(LLAMA, HALF),
     "bfloat16, tied, checkpointed, accumulating": sft(QWEN, HALF | EVERY, 2),
+    "bfloat16, tied, a large vocabulary, accumulating": sft(QWEN | {"vocab_size": 16384}, HALF | EVERY, 2),
     "master weights, accumulating": sft(LLAMA, HALF | {"master_weights": True}, 2),
     "master weights": sft(QWEN, HALF | {"master_weights": True}),
     "LoRA": sft(LLAMA, {"adapter": LORA} | HALF),
@@ -424,6 +425,7 @@ LEARNT = HeaviestBatch(rows=1, tokens=512, scored_tokens=512, longest=512)
 RANKS = {
     "two ranks": sft(LLAMA, TWO, 2),
     "two ranks, bfloat16": sft(LLAMA, TWO | HALF | {"master_weights": True}),
+    "two ranks, bfloat16, tied, a large vocabulary": sft(QWEN | {"vocab_size": 16384}, TWO | HALF | EVERY),
     "FSDP2": sft(LLAMA, FSDP),
     "FSDP2, checkpointed, accumulating": sft(QWEN, FSDP | EVERY | HALF, 2),
     "FSDP2, eight ranks, LoRA": sft(LLAMA, FSDP | {"num_processes": 8, "adapter": LORA} | EVERY),

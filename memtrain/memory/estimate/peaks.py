@@ -212,11 +212,12 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
         weight = 0
     else:
         of_layer -= shape.largest_linear
-    # A tied head's gradient waits for the embedding's, and the two are summed into a third; where sums are
-    # wide it is widened as it comes.
-    waits = embedding if shape.tied else 0
+    # A tied head's gradient waits for the embedding's, and the two are summed into a third; where sums are wide,
+    # each is widened as it comes.
+    waits = own_embedding if shape.tied else 0
     arriving = own_embedding if is_wide else embedding if accumulates else 0
     arriving = max(2 * waits, arriving) if shape.tied else arriving
+    coming = own_embedding if shape.tied else embedding
     if settings.in_backward:
         # Gradients are freed by bucket as their weights are stepped; a tied head's waits for the embedding's.
         at_step = largest_trained(settings, shape) * (load.a if trains_all else 4) + backward_bucket(whole)
@@ -224,15 +225,14 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
         in_turn = waiting if not settings.slice_tokens else waits + backward_bucket(whole)
         return _Gradients(0, waiting, in_turn, in_turn, embedding, arriving, at_step, 0)
     if accumulates:
-        held = whole + (own_embedding if shape.tied else 0)
+        held = whole + waits
         widening = (
             0 if shape.tied else of_head + of_head // load.a * widened + 2 * load.a * load.S * shape.width
         )
-        return _Gradients(whole, held, held, held, whole + embedding, arriving, whole, weight, widening)
+        return _Gradients(whole, held, held, held, whole + coming, arriving, whole, weight, widening)
     waiting = max(waits, of_head * size // load.a)
-    # A tied head's gradient is widened as it comes, where sums are wide.
     in_first = whole - own_embedding + (waiting if shape.tied else 0) - of_layer * size * trains_all
-    in_embedding = whole - own_embedding + embedding
+    in_embedding = whole - own_embedding + coming
     return _Gradients(0, waiting, waiting + weight, in_first, in_embedding, arriving, whole, 0)
 
 

@@ -132,6 +132,9 @@ def check_arithmetic(names):
     # A trace has a batch beforehand; rows in slices leave little else to round.
     streamed = {name: errors[name] - batch[name] for name in names if name.startswith("streamed")}
     assert all(abs(error) < IN_SLICES_OFF.get(name, 0.013) for name, error in streamed.items()), streamed
+    # Gradients of a tied embedding are most of what there is.
+    large = {name: error for name, error in errors.items() if "large vocabulary" in name}
+    assert all(abs(error) < 0.01 for error in large.values()), large
     # Which buffers of shards live together is known to the byte: only activations are rounded.
     sharded = {name: errors[name] for name in names if name.startswith("FSDP2")}
     assert all(abs(error) < 0.02 for error in sharded.values()), sharded
