@@ -212,12 +212,13 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
         weight = 0
     else:
         of_layer -= shape.largest_linear
-    # A tied head's gradient waits for the embedding's, and the two are summed into a third; where sums are wide,
-    # each is widened as it comes.
+    # A tied head's gradient waits for the embedding's, which is added to it: in half precision into a third;
+    # where sums are wide, each is widened as it comes.
     waits = own_embedding if shape.tied else 0
     arriving = own_embedding if is_wide else embedding if accumulates else 0
-    arriving = max(2 * waits, arriving) if shape.tied else arriving
-    coming = own_embedding if shape.tied else embedding
+    if shape.tied:
+        arriving = waits + (embedding if load.is_half else 0)
+    coming = waits if shape.tied else embedding
     if settings.in_backward:
         # Gradients are freed by bucket as their weights are stepped; a tied head's waits for the embedding's.
         at_step = largest_trained(settings, shape) * (load.a if trains_all else 4) + backward_bucket(whole)
