@@ -384,6 +384,18 @@ def test_windows_and_sinks_are_put_together_from_kernels_that_know_none(
         assert torch.allclose(found, expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("window", [2, 8, 19])
+def test_windows_and_sinks_are_put_together_in_half_precision(layout: Layout, window: int):
+    """A merge of two parts sums in float32, and its rows go back to a bfloat16 output."""
+    tensors = drawn(layout, torch.bfloat16)
+    rule = ScoreRule(window, None, torch.linspace(-1, 2, 4))
+    exact = ScoreRule(window, None, torch.linspace(-1, 2, 4, dtype=torch.float64))
+    found = with_gradients(partial(cpu_backend.attend, rule=rule), tensors, layout)
+    rounded = [tensor.double() for tensor in tensors]
+    assert found[0].dtype == torch.bfloat16
+    assert_close(found, with_gradients(partial(masked.attend, rule=exact), rounded, layout), 1.5e-2)
+
+
 def test_a_window_of_the_reference_is_one_query_at_a_time(layout: Layout):
     """The mask by places in a row, against a loop: the newest keys of all that a query may look at."""
     window = 5
