@@ -109,15 +109,13 @@ def refuse_engine(ledger: DecisionLog, processes: int, dtype: str) -> None:
 def under_engine(recipe: Recipe, settings: Settings, form: Form) -> Settings:
     """The settings under an engine, with its consequences: who reads weights, and who writes checkpoints."""
     chosen = settings.model_copy(update={"engine": form.engine, "shard_offload": form.offload})
-    layout, in_parts = layout_of(recipe, chosen), loads_shards(recipe, chosen)
+    layout, in_parts = layout_of(recipe, chosen), loads_shards(chosen)
     return chosen.model_copy(update={"loads_shards": in_parts, "checkpoint_layout": layout})
 
 
-def loads_shards(recipe: Recipe, settings: Settings) -> bool:
-    """Whether each process reads, or draws, its own rows; DoRA takes norms of packed weights whole."""
-    is_dora = recipe.model.adapter is not None and recipe.model.adapter.kind == "dora"
-    takes_whole = is_dora and settings.quantize != "none"
-    return settings.num_processes > 1 and settings.engine == "fsdp2" and not takes_whole
+def loads_shards(settings: Settings) -> bool:
+    """Whether each process reads, or draws, its own rows."""
+    return settings.num_processes > 1 and settings.engine == "fsdp2"
 
 
 def decide_loading(ledger: DecisionLog, settings: Settings) -> None:
@@ -133,12 +131,7 @@ def decide_loading(ledger: DecisionLog, settings: Settings) -> None:
             words += "; a weight is packed whole, and then cut"
         ledger.decide("loading", "parts", words)
         return
-    is_zero = settings.engine == "zero3"
-    why = (
-        "DeepSpeed divides weights only after they are loaded whole"
-        if is_zero
-        else "DoRA is initialized by norms of packed weights"
-    )
+    why = "DeepSpeed divides weights only after they are loaded whole"
     ledger.decide("loading", "whole", f"each process holds all weights until they are divided: {why}")
 
 

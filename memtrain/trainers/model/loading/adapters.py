@@ -27,6 +27,7 @@ from memtrain.trainers.model.loading.adapter_targets import check_targets
 from memtrain.trainers.model.loading.dora_parts import magnitudes_in_parts
 from memtrain.trainers.model.loading.lora_layers import in_few_kernels
 from memtrain.trainers.model.loading.sharded_init import is_keeping
+from memtrain.trainers.model.quantized.dora import show_numbers_to_dora
 from memtrain.trainers.model.quantized.packed import layout_of
 from memtrain.trainers.model.streamed.wide_products import linear
 
@@ -47,6 +48,7 @@ def add_adapter(
     Raises: LaunchError when a name matches nothing, or what is named cannot be adapted.
     """
     check_targets(model, adapter, quantize=quantize)
+    show_numbers_to_dora()
     targets = adapter.target_modules
     config = LoraConfig(
         task_type=TASKS[head],
@@ -104,6 +106,7 @@ def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
 
     Raises: LaunchError when the adapter does not fit the model, or is neither LoRA nor DoRA.
     """
+    show_numbers_to_dora()
     with warnings.catch_warnings():
         # PEFT up to 0.21 reads the name that transformers 5.23 renamed.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.* is deprecated")

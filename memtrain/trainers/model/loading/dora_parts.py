@@ -11,6 +11,7 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from torch import nn
 
 from memtrain.trainers.model.loading.sharded_init import NeedsWhole, hold, is_keeping, known_of, own_stretch
+from memtrain.trainers.model.loading.sharded_packed import numbers_to_pack
 
 
 @contextmanager
@@ -33,12 +34,17 @@ def magnitudes_in_parts() -> Iterator[None]:
         if kept is None:
             plain(self, base_layer=base_layer, **others)
             return
-        if self.fan_in_fan_out or weight.dim() != 2 or not weight.is_floating_point():
+        to_pack = numbers_to_pack(base_layer)
+        is_plain = weight.dim() == 2 and weight.is_floating_point()
+        if self.fan_in_fan_out or not (is_plain or to_pack is not None):
             raise NeedsWhole("DoRA's magnitudes are no norms of rows of this weight")
-        num_outputs, width = kept.shape
+        num_outputs, width = kept.shape if to_pack is None else to_pack.shape
         rows = own_stretch(torch.Size((num_outputs,)))
-        own = kept.numbers(range(rows.start * width, rows.stop * width)).view(-1, width)
-        norms = torch.linalg.norm(own, dim=1).to(own.dtype)
+        if to_pack is None:
+            own = kept.numbers(range(rows.start * width, rows.stop * width)).view(-1, width)
+        else:
+            own = to_pack[rows.start : rows.stop]
+        norms = torch.linalg.norm(own, dim=1).to("cpu", own.dtype)
         self.weight = nn.Parameter(torch.empty(num_outputs, dtype=norms.dtype, device="meta"))
         hold(self.weight, norms)
 

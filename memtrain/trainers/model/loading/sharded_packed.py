@@ -7,6 +7,7 @@ rank alike, parts together are the packed weight of a single process, bit for bi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,35 +16,44 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from memtrain.trainers.model.experts.forward import is_experts, stacks_of
 from memtrain.trainers.model.loading.sharded_init import keep
-from memtrain.trainers.model.quantized.linear import PackedLinear, pack_linear_maps
+from memtrain.trainers.model.quantized.linear import PackedLinear, pack_linear_maps, rounded
 from memtrain.trainers.model.quantized.packed import SUFFIXES, Bits, pack, parts_of
 from memtrain.trainers.model.quantized.quantizer import begin_packed
 
 Read = Callable[[range], Tensor]
 """Reads a stretch of a flattened weight."""
 
+_PACKING: WeakKeyDictionary[nn.Module, _Packing] = WeakKeyDictionary()
+"""Weights of linear maps that are still to be packed."""
+
 
 class _Packing:
     """A weight in its files; packed when the first of its parts is wanted, and let go with the last."""
 
-    def __init__(self, source: Read, shape: torch.Size, dtype: torch.dtype, bits: Bits) -> None:
-        self._source, self._shape, self._dtype = source, shape, dtype
+    def __init__(self, source: Read, plain: Tensor, bits: Bits, device: torch.device) -> None:
+        self._source, self._shape, self._dtype, self._device = source, plain.shape, plain.dtype, device
         self._bits: Bits = bits
         self._parts: dict[int, Tensor] = {}
         self._taken = 0
 
-    def part(self, number: int, device: torch.device) -> Callable[[range], Tensor]:
+    def part(self, number: int) -> Read:
         """Reads a stretch of one part, flattened. Each part is read once."""
 
         def read(stretch: range) -> Tensor:
             if not self._taken:
-                whole = self._source(range(self._shape.numel())).to(device, self._dtype)
-                self._parts = dict(enumerate(parts_of(whole.view(self._shape), self._bits)))
+                self._parts = dict(enumerate(parts_of(self._whole(), self._bits)))
             self._taken += 1
             own = self._parts.pop(number).reshape(-1)[stretch.start : stretch.stop]
             return own.to("cpu", copy=True)
 
         return read
+
+    def rounded(self) -> Tensor:
+        """The numbers that the packed weight will give back, whole."""
+        return rounded(self._whole(), self._bits)
+
+    def _whole(self) -> Tensor:
+        return self._source(range(self._shape.numel())).to(self._device, self._dtype).view(self._shape)
 
 
 def keep_packed(
@@ -60,14 +70,21 @@ def keep_packed(
             plain = module._parameters[name]
             assert plain is not None, "A module has the weight that is packed."
             names.add(f"{prefix}.{name}")
-            packing = _Packing(sources[f"{prefix}.{name}"], plain.shape, plain.dtype, bits)
+            packing = _Packing(sources[f"{prefix}.{name}"], plain, bits, device)
+            _PACKING[module] = packing
             pack(module, name, bits)
             for number, suffix in enumerate(SUFFIXES[bits]):
                 part = module._parameters[name + suffix]
                 assert part is not None, "It has just been packed."
-                keep(part, packing.part(number, device))
+                keep(part, packing.part(number))
     begin_packed(model)
     return names
+
+
+def numbers_to_pack(layer: nn.Module) -> Tensor | None:
+    """[O, I]: what the packed weight of a linear map without data will give back; None of another layer."""
+    packing = _PACKING.get(layer) if isinstance(layer, PackedLinear) else None
+    return None if packing is None else packing.rounded()
 
 
 def _packs(module: nn.Module) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memtrain.trainers.model.quantized.packed import Bits, Matrices, matrices_of, pack
+from memtrain.trainers.model.quantized.packed import Bits, Matrices, matrices_of, pack, parts_of
 
 
 class PackedLinear(nn.Linear):
@@ -36,6 +36,12 @@ class PackedLinear(nn.Linear):
 def unpacked(layer: PackedLinear) -> Tensor:
     """[O, I]: the weight of a packed map."""
     return _one(matrices_of(layer, "weight")).whole()[0]
+
+
+def rounded(weight_OI: Tensor, bits: Bits) -> Tensor:
+    """[O, I]: the numbers that a packed weight gives back."""
+    parts = parts_of(weight_OI, bits)
+    return _one(Matrices(parts, weight_OI.shape, weight_OI.dtype, bits)).whole()[0]
 
 
 def _one(weight: Matrices) -> Matrices:
