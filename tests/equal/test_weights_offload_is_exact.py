@@ -22,7 +22,10 @@ from memtrain.trainers.model.heads.build import scorer_of
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.model.offload.copy_engines import LazyEngine
+from memtrain.trainers.model.offload.weights import compute_device, weights_of
 from memtrain.trainers.model.streamed.check import verify_streamed
+from memtrain.trainers.online.generation.native_sampler import NativeSampler
+from memtrain.trainers.online.generation.protocol import Group, Sampling
 from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.optim.in_backward import InBackward
 from memtrain.trainers.optim.step import DistributedStep, update
@@ -258,3 +261,33 @@ def test_a_mixture_whose_router_has_an_adapter_is_the_same(make_settings: Callab
     apply_checkpointing_and_offload(treated, settings, LazyEngine())
     assert any("gate.lora_A" in name for name, _ in treated.named_parameters())
     assert equal(train(plain, settings), train(treated, settings))
+
+
+@pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["full", "lora"])
+def test_completions_are_those_of_weights_on_the_device(
+    tiny_model: TinyModel, make_settings: Callable[..., Settings], adapter: Adapter | None
+) -> None:
+    """Reading prompts and writing tokens are passes over the layers like any other."""
+    models = pair(tiny_model, adapter)
+    settings = make_settings(weights_offload=True, checkpoint_every=1, adapter=adapter)
+    apply_checkpointing_and_offload(models[1], settings, LazyEngine())
+    groups = [Group((5, 6, 7), 3, seed=1), Group((9, 2), 3, seed=2)]
+    found = [
+        NativeSampler(model.eval(), AttentionBackend.TORCH_CPU, 6).generate(groups, Sampling(12))
+        for model in models
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_model_computes_where_its_layers_are_brought(
+    tiny_model: TinyModel, make_settings: Callable[..., Settings]
+) -> None:
+    """Of a model that is trained whole even the embedding lives on the host: its place tells nothing."""
+    model = tiny_model()
+    assert compute_device(model) == torch.device("cpu")
+    settings = make_settings(weights_offload=True, checkpoint_every=1)
+    apply_checkpointing_and_offload(model, settings, LazyEngine())
+    home = weights_of(model)
+    assert home is not None
+    home.device = torch.device("meta")
+    assert compute_device(model) == torch.device("meta")

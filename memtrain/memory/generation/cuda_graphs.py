@@ -31,6 +31,8 @@ def _cannot(settings: Settings) -> str:
         return "CUDA graphs are of a GPU"
     if shards_weights(settings):
         return "weights are gathered from other processes"
+    if settings.weights_offload:
+        return "weights live on the host, and a layer's place on the device is another's a moment later"
     if settings.quantize != "none":
         return "weights are quantized"
     return ""

@@ -6,12 +6,13 @@ from memtrain.memory.estimate.activations import positions_and_mask
 from memtrain.memory.estimate.peaks import phase_peak
 from memtrain.memory.estimate.sharded.zero import TO_SAVE
 from memtrain.memory.estimate.streamed_layers import forward_of_layer
+from memtrain.memory.estimate.weights_offload import away
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
 from memtrain.memory.model_shape.families import ATTENTIONS_PER_LAYER
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.plan import PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.plan.units import MIB
+from memtrain.memory.plan.units import MIB, gib
 from memtrain.recipes.sections.generate import Generate
 
 READ_TOKENS = 8192
@@ -27,6 +28,13 @@ def resting_peak(prediction: Prediction) -> PhasePeak:
     """Bytes between two steps, without the tensors gathered for a save."""
     saving = next(phase for phase in prediction.phases if phase.phase == "saving")
     return phase_peak("rest", {one.owner: one.num_bytes for one in saving.owners if one.owner != TO_SAVE})
+
+
+def fetched_words(settings: Settings, shape: ModelShape) -> str:
+    """Weights that a written token waits for, to end a sentence; nothing where all are on the device."""
+    if not settings.weights_offload or settings.device == "cpu":
+        return ""
+    return f"; fetches {gib(away(settings, shape).total)} of weights from the host for each token"
 
 
 def generation_bytes(

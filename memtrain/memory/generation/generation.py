@@ -9,7 +9,7 @@ from memtrain.memory.estimate.peaks import evaluation_moment, phase_peak
 from memtrain.memory.estimate.pricing import PlannerInputs, heaviest
 from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.generation.cuda_graphs import decide_graphs
-from memtrain.memory.generation.decode_bytes import generation_bytes, resting_peak
+from memtrain.memory.generation.decode_bytes import fetched_words, generation_bytes, resting_peak
 from memtrain.memory.generation.gather_weights import decide_gathering, gather_bytes, refuse_gathering
 from memtrain.memory.generation.native import not_native
 from memtrain.memory.generation.samples import with_samples
@@ -69,7 +69,7 @@ def with_generation(
         highest = sum(judged(rows).values()) if held_out and settings.device == "cuda" else 0
         return max(sum(moment(rows).values()), highest) <= room
 
-    rows = _decide_rows(ledger, recipe, settings, fits)
+    rows = _decide_rows(ledger, recipe, settings, fits, fetched_words(settings, facts.shape))
     owners = {one.owner: one.num_bytes for one in resting.owners}
     if shards_weights(settings):
         found = gather_bytes(settings, facts, rows=rows, tokens=recipe.generation.max_tokens)
@@ -184,17 +184,23 @@ def _decide_sampler(ledger: DecisionLog, settings: Settings, facts: PlannerInput
     return "native"
 
 
-def _decide_rows(ledger: DecisionLog, recipe: Recipe, settings: Settings, fits: Callable[[int], bool]) -> int:
+def _decide_rows(
+    ledger: DecisionLog,
+    recipe: Recipe,
+    settings: Settings,
+    fits: Callable[[int], bool],
+    fetched: str = "",
+) -> int:
     """Completions that are written at a time: as many as need no more than the update, a group at least."""
     section, generate = recipe.online, recipe.generation
     steps = 1 if section is None else section.steps_per_rollout
     if generate.rows != "auto":
-        ledger.decide("rollout_rows", generate.rows, "", "generate.rows")
+        ledger.decide("rollout_rows", generate.rows, fetched.removeprefix("; "), "generate.rows")
         return generate.rows
     in_step = -(-(settings.batch_size or generate.num_generations) // settings.num_processes)
     rows = wanted = min(MOST_ROWS, in_step * steps)
     while rows > generate.num_generations and not fits(rows):
         rows = max(generate.num_generations, rows // 2)
     words = "all of a rollout" if rows == wanted else "more would need more memory than the update"
-    ledger.decide("rollout_rows", rows, f"completions at a time; {words}", "generate.rows")
+    ledger.decide("rollout_rows", rows, f"completions at a time; {words}{fetched}", "generate.rows")
     return rows

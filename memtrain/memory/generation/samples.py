@@ -5,7 +5,7 @@ from __future__ import annotations
 from memtrain.memory.estimate.peaks import phase_peak
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.estimate.static import needed
-from memtrain.memory.generation.decode_bytes import generation_bytes, resting_peak
+from memtrain.memory.generation.decode_bytes import fetched_words, generation_bytes, resting_peak
 from memtrain.memory.generation.gather_weights import gather_bytes
 from memtrain.memory.generation.native import not_native
 from memtrain.memory.plan.engine_kinds import shards_weights
@@ -63,7 +63,8 @@ def with_samples(
             f"lower {key}.max_tokens, or remove {key}",
         )
         ledger.raise_refusals()
-    ledger.decide("sample_rows", rows, "completions of eval.samples and eval.metrics at a time", key)
+    words = "completions of eval.samples and eval.metrics at a time" + fetched_words(settings, facts.shape)
+    ledger.decide("sample_rows", rows, words, key)
     # Attention that keeps rows apart writes natively, unless the plan says otherwise.
     other = {"sampler": sampler} if settings.attention != sampler == "transformers" else {}
     return settings.model_copy(update={"sample_rows": rows} | other), made

@@ -16,17 +16,14 @@ EACH_ITS_OWN = (
     "each process brings in weights of its own: frozen ones, under an adapter and cluster.engine: ddp, each "
     "process a whole row"
 )
-WRITES = (
-    "what writes completions (an online method, eval.samples, eval.metrics) would fetch all weights for "
-    "every token"
-)
+SENT = "weights are sent to vLLM from the device"
 SHARED_KEYS = "its layers hand keys and values to each other beside the hidden states"
 
 
 def refusal_of(recipe: Recipe, config: Mapping[str, object]) -> str | None:
     """Reason against weights on the host whatever else is chosen; None where they can live there."""
-    if recipe.writes_completions or recipe.eval.writes:
-        return WRITES
+    if recipe.writes_completions and recipe.generation.backend == "vllm":
+        return SENT
     if recipe.model.quantize == "8bit":
         return "8-bit weights keep copies of their own on the device"
     text = config.get("text_config", config)
@@ -50,6 +47,9 @@ def can_move(recipe: Recipe, config: Mapping[str, object], settings: Settings) -
     is_frozen = settings.adapter is not None and settings.reference != "synced"
     is_alone = settings.device == "cuda" and settings.num_processes == 1
     if not is_frozen or not is_alone or settings.weights_offload or settings.router_aux_loss_coef > 0:
+        return False
+    # The sampler was planned, and its passes captured, with weights on the device.
+    if recipe.writes_completions or recipe.eval.writes:
         return False
     return refusal_of(recipe, config) is None
 

@@ -29,6 +29,7 @@ def ledger(wanted: str) -> DecisionLog:
         ("auto", {}, "on"),
         ("off", {}, "off"),
         ("auto", {"quantize": "4bit"}, "off"),
+        ("auto", {"weights_offload": True}, "off"),
         ("auto", {"num_processes": 2, "engine": "fsdp2"}, "off"),
     ],
 )

@@ -55,8 +55,9 @@ def test_it_is_found_where_nothing_else_fits_and_not_before(ask, facts):
                 "method": "grpo",
                 "generate__num_generations": 2,
                 "rewards__functions": ("builtin:length",),
+                "generate__backend": "vllm",
             },
-            "fetch all weights for every token",
+            "weights are sent to vLLM from the device",
         ),
     ],
 )
@@ -64,6 +65,23 @@ def test_what_cannot_be_is_refused_with_its_reason(ask, facts_of, profile_of, sa
     facts = facts_of(Hardware.named("h100", 2), profile_of(*[512] * 64))
     with pytest.raises(RecipeError, match=reason):
         ask(facts, **(ON | said))
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_completions_are_written_with_weights_on_the_host(ask, facts, method):
+    """A pass over the layers for each token, which the plan says; nothing is captured."""
+    grpo = {
+        "method": "grpo",
+        "generate__num_generations": 2,
+        "generate__max_tokens": 64,
+        "rewards__functions": ("builtin:length",),
+    }
+    said = grpo if method == "grpo" else {"eval__samples": {"prompts": ["Once"], "max_tokens": 8}}
+    plan = ask(facts, **(ON | said))
+    assert plan.settings.weights_offload
+    assert not plan.settings.cuda_graphs
+    rows = next(one for one in plan.decisions if one.setting in ("rollout_rows", "sample_rows"))
+    assert rows.reason.endswith("of weights from the host for each token")
 
 
 def test_frozen_weights_go_to_the_host_of_each_process(ask, facts_of, profile_of):

@@ -6,8 +6,8 @@ steps them; of an adapter that goes along (`all`) its weights, gradients and mom
 crosses the bus in the forward pass and again in the backward pass, and its gradients once: hidden behind long
 micro-batches; host memory; the step at the speed of the host's memory.
 Exact: bytes are copied, a layer is recomputed as under checkpointing; on a GPU the host's AdamW rounds apart.
-Refused: with several processes but under an adapter and DDP (each has its own copy), for methods that write
-completions, with 8-bit weights, and without layers that keep only their input.
+Refused: with several processes but under an adapter and DDP (each has its own copy), with vLLM as the
+sampler, with 8-bit weights, and without layers that keep only their input.
 
 Source: Rajbhandari et al. 2021, arXiv:2104.07857 (ZeRO-Infinity, section 5); layer by layer from one block as
 in MegaTrain, arXiv:2604.05091; bit for bit by tests/equal/test_weights_offload_is_exact.py.

@@ -12,6 +12,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.losses.head.fused_tiles import check_kernels
 from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.reward_head import RewardScorer
+from memtrain.trainers.model.offload.weights import compute_device
 
 
 def scorer_of(model: PreTrainedModel | PeftModel, head: str, settings: Settings) -> Scorer | RewardScorer:
@@ -21,7 +22,7 @@ def scorer_of(model: PreTrainedModel | PeftModel, head: str, settings: Settings)
     """
     if head == "score":
         return RewardScorer(model)
-    device = next(model.parameters()).device
+    device = compute_device(model)
     if settings.loss_kernel == "triton" and device.type == "cuda":
         check_kernels(device)
     return Scorer(model, **loss_form(settings))

@@ -15,10 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memtrain.trainers.losses.head.linear import LogprobResult
 from memtrain.trainers.losses.head.request import LogprobRequest, Request
-from memtrain.trainers.model.heads.backbone import base_model, head_of
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.reward_head import head_of_rewards, in_float
 from memtrain.trainers.model.loading.save import save_final
+from memtrain.trainers.model.offload.weights import compute_device
 from memtrain.trainers.runtime.atomic_files import disk_fault, system_errors
 
 HEAD_FILE = "value_head.safetensors"
@@ -55,8 +56,7 @@ class ValueScorer(Scorer):
         super().__init__(model, **form)
         self.own = own
         if own is None:
-            weight = head_of(base_model(model))
-            device = next(weight.parameters()).device
+            device = compute_device(model)
             width = base_model(model).config.get_text_config().hidden_size
             self.value_head = nn.Linear(width, 1, device=device)
             nn.init.zeros_(self.value_head.weight)

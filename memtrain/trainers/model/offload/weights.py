@@ -56,6 +56,12 @@ def weights_of(model: nn.Module) -> LayerWeights | None:
     return vars(layers[0]).get(HOME) if layers else None
 
 
+def compute_device(model: nn.Module) -> torch.device:
+    """Device on which a model computes: not that of its weights, where these live on the host."""
+    home = weights_of(model)
+    return next(model.parameters()).device if home is None else home.device
+
+
 def chosen(model: nn.Module, settings: Settings) -> list[nn.Parameter]:
     """The weights of a model that `settings` let live on the host."""
     if not settings.weights_offload:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.experts.router_replay import OWN, RouterReplay
+from memtrain.trainers.model.offload.weights import compute_device
 from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs, Run
 from memtrain.trainers.online.generation.forward import write_tokens
 from memtrain.trainers.online.generation.kv_cache import KVCache, RowPositions, Widths, row_positions
@@ -60,7 +61,7 @@ class Decoder:
     frames: dict[Widths, Frame] = field(default_factory=dict[Widths, Frame])
 
     def __post_init__(self) -> None:
-        shape, device = (self.keys.num_rows, self.keys.max_written), next(self.model.parameters()).device
+        shape, device = (self.keys.num_rows, self.keys.max_written), compute_device(self.model)
         self.ids_RT = torch.zeros(shape, dtype=torch.long, device=device)
         self.logp_RT = torch.zeros(shape, device=device)
         self.uniform_RT = torch.zeros(shape, dtype=torch.float64, device=device)

@@ -20,6 +20,7 @@ from memtrain.trainers.model.attention import NAMES
 from memtrain.trainers.model.attention.functions import UNSUPPORTED
 from memtrain.trainers.model.attention.own_positions import is_tempered, tempered
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout
+from memtrain.trainers.model.offload.weights import compute_device
 from memtrain.trainers.model.streamed.layer_keys import SliceLayout
 from memtrain.trainers.online.generation.kv_cache import KVCache, RowPositions, attend
 
@@ -65,7 +66,7 @@ def read_prompts(
     backend: AttentionBackend,
 ) -> Tensor:
     """Logits [prompts, V] of the token after each prompt; their keys are kept in slots from `first_group`."""
-    device = next(model.parameters()).device
+    device = compute_device(model)
     keys.begin_pass()
     layout = packed_layout([len(prompt) for prompt in prompts], device)
     ids_T = torch.tensor([token for prompt in prompts for token in prompt], device=device)

@@ -22,6 +22,7 @@ from transformers import StoppingCriteriaList as Criteria
 
 from memtrain.trainers.model.attention import NAMES, attention_switched
 from memtrain.trainers.model.heads.backbone import base_model
+from memtrain.trainers.model.offload.weights import compute_device
 from memtrain.trainers.online.generation.native_sampler import Decode
 from memtrain.trainers.online.generation.protocol import Finish, Group, OnDone, Sample, Sampling
 from memtrain.trainers.online.generation.token_sampling import choose
@@ -100,7 +101,7 @@ class TransformersSampler:
     def _chunk(
         self, rows: list[tuple[int, int]], groups: Sequence[Group], sampling: Sampling
     ) -> list[Sample]:
-        device = next(self.model.parameters()).device
+        device = compute_device(self.model)
         prompts = [groups[number].prompt_ids for number, _ in rows]
         width = max(len(prompt) for prompt in prompts)
         ids_RP = torch.full((len(rows), width), self.pad_id, device=device)
