@@ -47,6 +47,9 @@ UNCLIPPED = Change("optim.max_grad_norm: null", {}, {"optim.max_grad_norm": None
 ON_HOST = ((SPLIT,), (AT_ONCE,), (SPLIT, AT_ONCE), (SPLIT, UNCLIPPED), (SPLIT, AT_ONCE, UNCLIPPED))
 """Changes by which the host holds less: the bits of float32 copies that weights lack, no second copy for
 a save in the background, and gradients of one layer in place of all, as nothing waits for their norm."""
+ADAPTER_TOO = Change(
+    "memory.weights_offload: all", {"adapters_offload": True}, {"memory.weights_offload": "all"}
+)
 LORA = Change("model.adapter: {kind: lora}", {"adapter": Adapter()}, {"model.adapter": Adapter()})
 
 Plan = Callable[[SourcedRecipe, PlannerInputs], Priced | None]
@@ -140,6 +143,8 @@ class _Search:
         changes = self._changes()
         if self._lacks_host:
             yield self._host()
+        if self.closest.settings.weights_offload and self.asked.recipe.memory.weights_offload == "on":
+            yield self._planned((ADAPTER_TOO,), {}, self.facts)
         yield next(changes, None)
         yield self._gpus(None) or self._gpus(None, shares_rows=True)
         yield self._card(None)
@@ -229,7 +234,9 @@ class _Search:
         if hardware.device != "cuda":
             return None
         cards = [Hardware.named(name, hardware.num_devices) for name in known_names()]
-        larger = [card for card in cards if card.memory_bytes > max(hardware.memory_bytes, self.budget)]
+        # A budget that is asked for stands for a card of that size.
+        here = self.budget if self.asked.is_set("memory.budget") else hardware.memory_bytes
+        larger = [card for card in cards if card.memory_bytes > max(here, self.budget)]
         for card in sorted(larger, key=lambda card: card.memory_bytes):
             if not card.has_bfloat16 or not self._may_fit(change, {}, card.memory_bytes):
                 continue

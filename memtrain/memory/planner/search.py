@@ -9,6 +9,7 @@ from typing import get_args
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced, fits_host, price
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import MIB
 from memtrain.memory.rules.batching import Micro
 from memtrain.memory.rules.engines import OFFLOADS, open_forms, under_engine
 from memtrain.memory.rules.weights_offload import is_asked
@@ -27,6 +28,10 @@ ROOM_COST = 0.1
 """Share of its speed that a plan may lose to leave `memory.headroom` free: a card that is filled to its last
 0.1 % for 8 % of speed fails at the first batch that fragments it. Taste."""
 
+LARGE_ADAPTER = 512 * MIB
+"""Bytes of an adapter's weights and gradients from which on a plan weighs it on the host beside frozen
+weights there; a smaller one goes where nothing else fits. Taste."""
+
 SIMPLEST = tuple(OFFLOADS)
 """Engines in the order in which equally fast ones are taken."""
 
@@ -41,6 +46,8 @@ class Space:
     """The same, with the optimizer stepping in the backward pass: such a step cannot be made again."""
     waiting: tuple[Settings, ...]
     """The same with shards or weights of layers that wait on the host, where the recipe leaves that open."""
+    last: tuple[Settings, ...]
+    """The same with an adapter on the host that is too small to be worth its way (LARGE_ADAPTER)."""
     changing: tuple[tuple[Settings, ...], ...]
     """Plans with another result, which the recipe allows: with one such change, with two, ..."""
 
@@ -52,7 +59,7 @@ class Space:
 
     @property
     def _in_order(self) -> tuple[tuple[Settings, ...], ...]:
-        return (self.exact, self.stepping, self.waiting, *self.changing)
+        return (self.exact, self.stepping, self.waiting, self.last, *self.changing)
 
 
 def space(
@@ -68,6 +75,8 @@ def space(
     exact: dict[Settings, None] = {}
     stepping: dict[Settings, None] = {}
     waiting: dict[Settings, None] = {}
+    last: dict[Settings, None] = {}
+    is_small = base.adapter is not None and 8 * case.facts.shape.num_adapter(base.adapter) < LARGE_ADAPTER
     is_open = case.recipe.cluster.cpu_offload == "auto"
     may_wait = not is_asked(case.asked)
     changing: dict[int, dict[Settings, None]] = {}
@@ -88,10 +97,12 @@ def space(
                     may_wait and option.weights_offload
                 )
                 group = waiting if is_waiting else group
+                if is_small and is_waiting and option.adapters_offload:
+                    group = last
                 count = _num_changes(settings, base, case)
                 (changing.setdefault(count, {}) if count else group)[settings] = None
     by_count = tuple(tuple(changing[count]) for count in sorted(changing))
-    return Space(tuple(exact), tuple(stepping), tuple(waiting), by_count)
+    return Space(tuple(exact), tuple(stepping), tuple(waiting), tuple(last), by_count)
 
 
 def _along(axis: StrategyGroup, options: Iterable[Settings], case: StrategyContext) -> list[Settings]:

@@ -54,6 +54,17 @@ def test_the_peak_of_a_way_out_is_that_of_the_plan_one_gets(ask: Ask, facts_of: 
     assert f"H100 of 79.10 GiB (peak {gib(card.prediction.peak.num_bytes)})" in reported[2]
 
 
+def test_a_budget_that_is_asked_for_stands_for_a_card_of_that_size(ask: Ask, facts_of: Any, profile_of: Any):
+    """6 GiB of an H100: the next larger card is not one beyond 79 GiB."""
+    known = facts(facts_of, profile_of, "llama-3.1-8b", "h100")
+    _, reported = ways(
+        ask, known, memory__budget="6GiB", model__adapter={"r": 8}, memory__weights_offload="off"
+    )
+    cards = [way for way in reported if way.startswith("a larger card, ")]
+    assert cards
+    assert all(float(way.split(" of ")[1].split(" GiB")[0]) < 40 for way in cards)
+
+
 def test_where_the_host_is_what_is_short_the_first_way_out_is_one_that_spares_it(
     ask: Ask, facts_of: Any, profile_of: Any
 ):

@@ -6,6 +6,8 @@ import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.model_shape.known_models import known_config
+from memtrain.memory.plan.units import gib
 
 HALF: dict[str, Any] = {"model__dtype": "bfloat16", "train__batch_size": 4}
 ON: dict[str, Any] = HALF | {"memory__weights_offload": "on"}
@@ -27,6 +29,23 @@ def test_an_adapter_goes_along_where_the_recipe_says_so(ask, facts):
     goes = ask(facts, **HALF, memory__weights_offload="all", model__adapter={"r": 8}).settings
     assert (stays.weights_offload, stays.adapters_offload) == (True, False)
     assert (goes.weights_offload, goes.adapters_offload) == (True, True)
+
+
+def test_a_small_adapter_goes_along_only_where_nothing_else_fits(ask, facts_of, profile_of):
+    """8B in 4 bits on 4 GiB: an adapter on the device needs 4.2; a recipe that says `on` gets the way out."""
+    config = known_config("llama-3.1-8b")
+    assert config is not None
+    profile, has = profile_of(*[2048] * 64), frozenset({"bitsandbytes"})
+    facts = facts_of(Hardware.named("h100"), profile, dict(config), presumed=has)
+    quantized = HALF | {"model__adapter": {"r": 16}, "model__quantize": "4bit", "save__async_save": False}
+    roomy = ask(facts, **quantized, memory__budget="5GiB").settings
+    assert (roomy.weights_offload, roomy.adapters_offload) == (True, False)
+    tight = ask(facts, **quantized, memory__budget="4GiB")
+    assert (tight.settings.weights_offload, tight.settings.adapters_offload) == (True, True)
+    with pytest.raises(DoesNotFit) as caught:
+        ask(facts, **quantized, memory__budget="4GiB", memory__weights_offload="on")
+    peak = gib(tight.prediction.peak.num_bytes)
+    assert f"memory.weights_offload: all (peak {peak})" in caught.value.faults[0].fix
 
 
 def test_it_is_found_where_nothing_else_fits_and_not_before(ask, facts):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.plan.units import MIB
 from memtrain.memory.rules.compiled_layers import IN_PARTS
 from memtrain.memory.rules.weights_offload import EACH_ITS_OWN, goes_with_others, is_asked, refusal_of
 from memtrain.memory.strategies.base import ON_A_GPU, Conflict, Strategy, StrategyContext, Updates, on_off
@@ -34,12 +33,7 @@ def changes(settings: Settings, case: StrategyContext) -> tuple[Updates, ...]:
     asked = case.recipe.memory.weights_offload
     if asked == "all":
         return (everything,)
-    is_large = 8 * case.facts.shape.num_adapter(settings.adapter) >= LARGE_ADAPTER
-    return (frozen, everything) if asked != "on" and is_large else (frozen,)
-
-
-LARGE_ADAPTER = 512 * MIB
-"""Bytes of an adapter's weights and gradients from which on a plan tries it on the host. Taste."""
+    return (frozen,) if asked == "on" else (frozen, everything)
 
 
 def refusal(case: StrategyContext) -> str | None:
