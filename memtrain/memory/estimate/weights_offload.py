@@ -130,10 +130,11 @@ class OnTheWay(NamedTuple):
     stays: int
     """Of weights that live on the device: the final norm's."""
     in_last: int
-    """In the last layer's turn: its own."""
+    """In the last layer's turn, when its activations are highest: the first of its own, or all of experts."""
     in_first: int
-    """In another's: its own, and the gradients of the layer before on their way to the host."""
+    """In another's: these, and the gradients of the layer before on their way to the host."""
     in_embedding: int
+    """At the end of a layer's turn, all of its own and those of the layer before; or the embedding's."""
 
 
 def gradients_on_the_way(settings: Settings, shape: ModelShape, size: int) -> OnTheWay:
@@ -150,12 +151,15 @@ def gradients_on_the_way(settings: Settings, shape: ModelShape, size: int) -> On
             settings.adapter
         )
     # Of an adapter they are made while the layer's activations go.
-    own = 0 if settings.slice_tokens or settings.adapter is not None else at_home.trained
+    own, whole = 0, 0
+    if not settings.slice_tokens and settings.adapter is None:
+        whole = at_home.trained
+        own = whole if shape.num_expert_layers else DTYPE_BYTES[settings.dtype] * shape.largest_linear
     return OnTheWay(
         stays=stays,
         in_last=stays + own,
         in_first=stays + own + at_home.trained,
-        in_embedding=stays + at_home.trained + at_home.embedding,
+        in_embedding=stays + at_home.trained + max(whole, at_home.embedding),
     )
 
 

@@ -64,7 +64,7 @@ def pack(weight: Tensor) -> NF4:
     if has_kernels(flat):
         codes, absmax = _packed_by_kernel(flat)
     else:
-        codes, absmax = _packed(flat)
+        codes, absmax = packed(flat)
     offset = absmax.mean()
     scale_codes, scales = _in_eight_bits(absmax - offset)
     return NF4(codes, scale_codes, scales, offset.reshape(1))
@@ -116,7 +116,7 @@ def unpacked_by_kernel(codes: Tensor, absmax: Tensor, count: int, dtype: torch.d
     return out
 
 
-def _packed(flat: Tensor) -> tuple[Tensor, Tensor]:
+def packed(flat: Tensor) -> tuple[Tensor, Tensor]:
     """(codes, float32 scales), by torch."""
     blocks = F.pad(flat.float(), (0, -flat.numel() % NF4_BLOCK)).view(-1, NF4_BLOCK)
     absmax = blocks.abs().amax(1)

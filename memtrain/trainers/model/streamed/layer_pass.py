@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.attention.row_layout import Layout
@@ -120,8 +121,9 @@ class LayerPass:
             self._restore_state(0, x_BTW)
             with torch.enable_grad():
                 x_BTW = x_BTW.requires_grad_(needs_dx)
-                y_BTW = self._output_whole(x_BTW)
-            torch.autograd.backward(y_BTW, dy_BTW)
+                # The output itself is let go: nothing reads it a second time.
+                of_output = get_gradient_edge(self._output_whole(x_BTW))
+            torch.autograd.backward(of_output, dy_BTW)
             return x_BTW.grad, sums.taken()
 
     def _backward_in_slices(

@@ -208,6 +208,8 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
         undo.append(_replaced(rms_norm, "norm_gradients", _norm_kernels))
         undo.append(_replaced(nf4, "has_kernels", lambda tensor: True))
         undo.append(_replaced(nf4, "unpacked_by_kernel", _unpacked_without_temporaries))
+        # Weights are packed before anything is counted.
+        undo.append(_replaced(nf4, "_packed_by_kernel", nf4.packed))
         undo.append(_replaced(torch.nn.functional, "dropout", _fused_dropout))
     try:
         yield
