@@ -459,6 +459,16 @@ LIGER = {
     "Liger's loss": sft(LLAMA, ON_GPU | LOSS),
     "Liger and its loss, LoRA": sft(QWEN, KERNELS | LOSS | HALF | {"adapter": LORA}),
     "Liger, dpo, a copy": Case("dpo", LLAMA, KERNELS | {"reference": "copy"} | EVERY | SHARED),
+    "Liger, experts, LoRA": arch(
+        "qwen3_moe",
+        KERNELS | EVERY | HALF | {"adapter": LORA},
+        head_dim=32,
+        moe_intermediate_size=96,
+        **EXPERTS,
+    ),
+    "Liger, experts, QLoRA": arch(
+        "qwen3_moe", KERNELS | QLORA | EVERY | HALF, head_dim=32, moe_intermediate_size=96, **EXPERTS
+    ),
     "Liger, padded": arch(
         "gemma2",
         KERNELS | LOSS | PADDED,

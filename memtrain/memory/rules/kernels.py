@@ -9,6 +9,7 @@ from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.packages import missing
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.rules.ledger import DecisionLog
+from memtrain.memory.rules.liger_families import LIGER_ACTIVATIONS, LIGER_FAMILIES
 
 SILU = ("silu", "swish")
 PATH = "model.kernels"
@@ -21,10 +22,10 @@ def decide_kernels(
 ) -> dict[str, object]:
     """Settings `liger`, `kernels` and `loss_kernel`.
 
-    Refused: fused kernels beside Liger's, or of a family without them.
+    Refused: fused kernels beside Liger's; fused or Liger's kernels of a family without them.
     """
     why_not = _why_not(shape, config)
-    uses_liger = _uses_liger(ledger, hardware, has_fused=not why_not)
+    uses_liger = _uses_liger(ledger, hardware, _not_ligers(config), has_fused=not why_not)
     kernels = _kernels(ledger, hardware, why_not, uses_liger)
     return {"liger": uses_liger, "kernels": kernels, "loss_kernel": _loss_kernel(ledger, hardware, shape)}
 
@@ -51,7 +52,7 @@ def _loss_kernel(ledger: DecisionLog, hardware: Hardware, shape: ModelShape) -> 
     return chosen
 
 
-def _uses_liger(ledger: DecisionLog, hardware: Hardware, *, has_fused: bool) -> bool:
+def _uses_liger(ledger: DecisionLog, hardware: Hardware, not_ligers: str, *, has_fused: bool) -> bool:
     """Whether Liger's kernels are used; where nobody says, on a GPU that has them.
 
     On another machine, which only may have them, fused kernels come first: these keep as little, are as fast
@@ -67,6 +68,11 @@ def _uses_liger(ledger: DecisionLog, hardware: Hardware, *, has_fused: bool) -> 
     if wanted == "auto" and ledger.asked.recipe.model.compile == "on":
         ledger.decide("liger", False, COMPILED, "model.compile")
         return False
+    if not_ligers:
+        if wanted == "on":
+            ledger.refuse(f"model.liger is on, and {not_ligers}", "model.liger", "set model.liger: auto")
+        ledger.decide("liger", False, not_ligers, "model.liger")
+        return False
     is_presumed = ledger.presumes("liger_kernel")
     if wanted == "auto" and is_presumed and has_fused and hardware.device == "cuda":
         ledger.decide(
@@ -81,6 +87,17 @@ def _uses_liger(ledger: DecisionLog, hardware: Hardware, *, has_fused: bool) -> 
     reason = reason if runs else f"liger-kernel {missing('liger_kernel')}"
     ledger.decide("liger", runs, reason if hardware.device == "cuda" else "CUDA only", "model.liger")
     return runs
+
+
+def _not_ligers(config: Mapping[str, Any]) -> str:
+    """Reason that Liger's kernels would not compute the model; empty where they would."""
+    family = config.get("model_type", "this model")
+    if family not in LIGER_FAMILIES:
+        return f"Liger has no kernels for {family}"
+    activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
+    if activation in LIGER_ACTIVATIONS:
+        return ""
+    return f"Liger's kernels activate by one of {', '.join(LIGER_ACTIVATIONS)}, and the model by {activation}"
 
 
 def _kernels(ledger: DecisionLog, hardware: Hardware, why_not: str, uses_liger: bool) -> str:

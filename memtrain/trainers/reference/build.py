@@ -22,7 +22,6 @@ from memtrain.trainers.model.heads.build import scorer_of
 from memtrain.trainers.model.kernels.apply import apply_kernels
 from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.sharded_load import made_in_parts
-from memtrain.trainers.model.offload.activations import engine_for
 from memtrain.trainers.model.offload.copy_engines import CopyEngine
 from memtrain.trainers.model.offload.weights import weights_on_host
 from memtrain.trainers.model.streamed.apply import stream_layers
@@ -98,9 +97,7 @@ def frozen_scorer(
 ) -> nn.Module:
     """A scorer of tokens around a model that is only asked; `copies`: how its weights come from the host."""
     model.requires_grad_(False)
-    weights = weights_on_host(
-        model, settings.model_copy(update={"adapter": None}), copies or engine_for(settings)
-    )
+    weights = weights_on_host(model, settings.model_copy(update={"adapter": None}), copies)
     stream_layers(model, settings.slice_tokens, weights=weights)
     return scorer_of(model.requires_grad_(False).eval(), "lm", settings).eval()
 

@@ -56,6 +56,8 @@ def _decided(
         ({"presumed": ("liger_kernel",), "liger": "on"}, True, "transformers", "Liger's kernels are used"),
         ({"presumed": ("liger_kernel",), "model_type": "gemma"}, True, "transformers", "gemma has no fused"),
         ({"presumed": ("liger_kernel",), "hardware": CPU}, False, "transformers", "fused kernels need CUDA"),
+        ({"here": ("liger_kernel",), "model_type": "olmoe"}, False, "transformers", "olmoe has no fused"),
+        ({"here": ("liger_kernel",), "config": {"hidden_act": "gelu"}}, False, "transformers", "by gelu"),
         ({"hardware": CPU, "kernels": "fused"}, False, "fused", "asked for"),
         ({"kernels": "transformers"}, False, "transformers", "asked for"),
     ],
@@ -94,4 +96,16 @@ def test_the_loss_has_tritons_kernels_where_triton_runs(decided, changes, kernel
 )
 def test_fused_kernels_that_cannot_be_are_refused(decided, changes, reason):
     _, _, refusals = decided(kernels="fused", **changes)
+    assert any(reason in one for one in refusals)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "olmoe"}, "Liger has no kernels for olmoe"),
+        ({"config": {"hidden_act": "gelu"}}, "and the model by gelu"),
+    ],
+)
+def test_ligers_kernels_of_a_model_that_they_would_not_compute_are_refused(decided, changes, reason):
+    _, _, refusals = decided(here=("liger_kernel",), liger="on", **changes)
     assert any(reason in one for one in refusals)

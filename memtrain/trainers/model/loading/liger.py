@@ -9,11 +9,12 @@ from transformers import PreTrainedModel
 from memtrain.errors import LaunchError
 from memtrain.memory.hardware.packages import missing
 from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.model.experts.forward import is_experts
 
 
 def apply_liger(model: PreTrainedModel, settings: Settings) -> None:
     """Put the kernels into `model`, in place, when `settings.liger`. Call it before adapters and
-    checkpointing.
+    checkpointing. The MLPs of a model with stacked experts stay as they are.
 
     Source: Hsu et al. 2024, arXiv:2410.10989, section 3.2.
 
@@ -36,11 +37,13 @@ def apply_liger(model: PreTrainedModel, settings: Settings) -> None:
     patch = PATCHES.get(model.config.model_type)
     if patch is None:
         raise LaunchError(f"Liger has no kernels for {model.config.model_type}", "model.liger", instead)
-    # Its losses would replace the model's forward; the head and loss are computed in tiles here.
+    # Its losses would replace the model's forward; the head and loss are computed in tiles here. Its experts
+    # read stacks that may be packed or adapted here, and compute gradients of frozen ones (0.8.5).
+    has_experts = any(is_experts(module) for module in model.modules())
     wanted = {
         "rms_norm": True,
-        "swiglu": True,
-        "geglu": True,
+        "swiglu": not has_experts,
+        "geglu": not has_experts,
         "rope": True,
         "cross_entropy": False,
         "fused_linear_cross_entropy": False,

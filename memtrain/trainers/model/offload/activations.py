@@ -14,7 +14,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.loading.compiled_layers import recompute_compiled
 from memtrain.trainers.model.loading.lora_layers import round_together
 from memtrain.trainers.model.offload.checkpointing import Checkpointing, checkpoint_layers, recomputing
-from memtrain.trainers.model.offload.copy_engines import CopyEngine, CudaEngine, SyncEngine
+from memtrain.trainers.model.offload.copy_engines import CopyEngine, engine_for
 from memtrain.trainers.model.offload.host_pool import DiskTier
 from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.model.offload.weights import weights_on_host
@@ -57,7 +57,7 @@ def apply_checkpointing_and_offload(
     """
     every, slice_tokens = settings.checkpoint_every, settings.slice_tokens
     stream_layers(model, 0)
-    weights = weights_on_host(model, settings, engine or engine_for(settings))
+    weights = weights_on_host(model, settings, engine)
     is_passed = bool(slice_tokens) or weights is not None
     round_together(model, not is_passed and not settings.compiled)
     plain = recompute_compiled() if settings.compiled else recomputing(model)
@@ -112,11 +112,6 @@ def disk_of(settings: Settings) -> DiskTier | None:
             "memory.offload_disk",
             "give a writable folder on a fast disk",
         ) from None
-
-
-def engine_for(settings: Settings) -> CopyEngine:
-    """The engine of the device of a run."""
-    return CudaEngine() if settings.device == "cuda" else SyncEngine()
 
 
 def is_part_of(model: nn.Module) -> Callable[[Tensor], bool]:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from memtrain.memory.plan.settings import Settings
+
 Ticket = Any
 """A copy under way; None is a copy that is done."""
 
@@ -174,3 +176,8 @@ class _LazyCopy:
         self.run = run
         self.after = after
         self.is_done = False
+
+
+def engine_for(settings: Settings) -> CopyEngine:
+    """The engine of the device of a run."""
+    return CudaEngine() if settings.device == "cuda" else SyncEngine()

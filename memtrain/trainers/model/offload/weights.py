@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from memtrain.errors import LaunchError
 from memtrain.memory.estimate.weights_offload import moves_trained
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.model.offload.copy_engines import CopyEngine, CudaEngine
+from memtrain.trainers.model.offload.copy_engines import CopyEngine, CudaEngine, engine_for
 from memtrain.trainers.model.streamed.apply import layers_of
 from memtrain.trainers.model.streamed.end_weights import EndWeights
 from memtrain.trainers.model.streamed.layer_weights import LayerWeights
@@ -20,17 +20,22 @@ HOME = "_layer_weights"
 and they go with it."""
 
 
-def weights_on_host(model: nn.Module, settings: Settings, engine: CopyEngine) -> LayerWeights | None:
+def weights_on_host(
+    model: nn.Module, settings: Settings, engine: CopyEngine | None = None
+) -> LayerWeights | None:
     """The layers' weights in host memory, and all else of `model` on the device; None where they stay.
 
     Of a model with an adapter its frozen weights of layers, and the adapter's where the settings say so; the
     embedding and the head stay on the device. Of a model that is trained whole, these two live on the host as
     well.
 
+    `engine` is chosen by `settings.device` when not given.
+
     Raises: LaunchError when the model has no layers that are passed one at a time.
     """
     if not settings.weights_offload:
         return None
+    engine = engine or engine_for(settings)
     layers = layers_of(model)
     if not layers:
         raise LaunchError(

