@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -131,15 +131,13 @@ def model_words(recipe: Recipe) -> str:
     from memtrain.cli.plan.lookup import look_at_model
     from memtrain.cli.plan.model_shape import shape_for
     from memtrain.recipes.registry import METHODS
-    from memtrain.trainers.model.loading.weight_files import check_weights
+    from memtrain.trainers.model.loading.module_shapes import check_model
 
-    model = recipe.model
+    model, head = recipe.model, METHODS[recipe.method].head
     looked = look_at_model(model)
-    shape = shape_for(looked.config, model.path or "model.config", METHODS[recipe.method].head)
-    folder = Path(model.path or "").expanduser()
-    is_folder = model.path is not None and folder.is_dir()
-    if is_folder:
-        check_weights(folder)
+    shape = shape_for(looked.config, model.path or "model.config", head)
+    check_model(model, looked.config, head)
+    is_folder = model.path is not None and Path(model.path).expanduser().is_dir()
     kind = str(looked.config.get("model_type", "model"))
     words = f"{model.path or 'model.config'}: {kind}, {shape.num_parameters / 1e6:,.1f} M parameters"
     if is_folder:
@@ -184,7 +182,10 @@ def teacher_words(recipe: Recipe, *, compares: bool) -> str:
             refuse_other_tokenizer(recipe)
         return f"{section.top_k_file}: its {section.top_k} likeliest tokens, of the student's tokenizer"
     model = teacher_model(recipe)
-    looked = look_at_model(model)
+    try:
+        looked = look_at_model(model)
+    except LaunchError as error:
+        raise LaunchError([replace(one, where=f"{recipe.method}.teacher") for one in error.faults]) from None
     shape = shape_for(looked.config, str(model.path))
     words = f"{model.path}: {looked.config.get('model_type', 'model')}, {shape.num_parameters / 1e6:,.1f} M"
     if not compares or not is_here(str(model.path)):

@@ -10,6 +10,7 @@ from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.plan.row_form import RowForm
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.adapter_targets import refuse_targets
 from memtrain.memory.rules.attention import AttentionChoice
 from memtrain.memory.rules.batching import Micro, decide_batch, micro_batch_candidates, refuse_uneven_groups
 from memtrain.memory.rules.compiled_layers import decide_compile
@@ -46,6 +47,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
     refuse_what_cannot_run(ledger, hardware)
     processes = decide_device(ledger, hardware)
     dtype = decide_dtype(ledger, hardware)
+    refuse_targets(ledger, facts.shape)
     refuse_precision(ledger, dtype)
     refuse_engine(ledger, processes, dtype)
     refuse_context(ledger, processes, facts.config, facts.shape)

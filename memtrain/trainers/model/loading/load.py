@@ -98,6 +98,21 @@ def is_random(recipe: Model) -> bool:
     return recipe.path is None or recipe.path == BUILTIN_TINY
 
 
+def refuse_random_in_bits(recipe: Model) -> None:
+    """Raise LaunchError for random weights that are to be quantized."""
+    if is_random(recipe):
+        _refuse_packed(recipe.quantize)
+
+
+def _refuse_packed(quantize: str) -> None:
+    if quantize != "none":
+        raise LaunchError(
+            f"model.quantize {quantize} is for weights that exist, and this model begins with random ones",
+            "model.quantize",
+            "set it to none, or give model.path",
+        )
+
+
 def local_device(settings: Settings) -> torch.device:
     """The device of this process: the CPU, or the CUDA device that is current."""
     if settings.device == "cpu":
@@ -167,13 +182,7 @@ def _random_model(
     with torch.random.fork_rng(devices=of_gpu), place:
         torch.manual_seed(seed)
         model = built(AUTO[head].from_config, config, "model.config", dtype=DTYPES[settings.dtype])
-    if settings.quantize != "none":
-        raise LaunchError(
-            f"model.quantize {settings.quantize} is for weights that exist, and this model begins with "
-            "random ones",
-            "model.quantize",
-            "set it to none, or give model.path",
-        )
+    _refuse_packed(settings.quantize)
     return model if is_keeping() else model.to(local_device(settings))
 
 

@@ -23,7 +23,7 @@ from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.experts.forward import is_experts, stacks_of
 from memtrain.trainers.model.heads.backbone import backbone_of
 from memtrain.trainers.model.loading.adapter_targets import check_quantized, check_targets
-from memtrain.trainers.model.loading.load import AUTO, check_config
+from memtrain.trainers.model.loading.load import AUTO, check_config, refuse_random_in_bits
 from memtrain.trainers.model.loading.locate import built, make_config
 from memtrain.trainers.model.loading.weight_files import check_weights
 
@@ -79,6 +79,7 @@ def check_model(model: Model, config: Mapping[str, Any], head: str = "lm") -> No
             model.path or "model.config",
             "compare its values with the config.json of a published model of this type",
         )
+    refuse_random_in_bits(model)
     if model.adapter is not None:
         bare = _without_data(_key(config), head)
         check_targets(bare, model.adapter, quantize=model.quantize)

@@ -1,0 +1,44 @@
+"""Names in a recipe's adapter against the parts that a model's shape has, before anything is built."""
+
+from __future__ import annotations
+
+import difflib
+
+from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.rules.ledger import DecisionLog
+from memtrain.recipes.sections.model import ALL_LINEAR
+
+BESIDE_LAYERS = frozenset(
+    ("lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out", "score", "gate", "shared_expert_gate")
+)
+"""Modules that an adapter may name, and no layer's shape has. Whether the model has them is seen when it is
+built without data (`trainers/model/loading/adapter_targets.py`)."""
+
+
+def refuse_targets(ledger: DecisionLog, shape: ModelShape) -> None:
+    """Refuse names of linear maps and of stacks of experts that the model has not."""
+    adapter = ledger.asked.recipe.model.adapter
+    if adapter is None:
+        return
+    stacks = [f"experts.{stack.name}" for stack, _ in shape.stacks]
+    counted = shape.counts.all_linears if shape.counts is not None else ()
+    maps = list(dict.fromkeys((*(part.name for part in shape.linears), *(part.name for part, _ in counted))))
+    for target in adapter.target_modules:
+        name = target.rsplit(".", 1)[-1]
+        if target != ALL_LINEAR and name not in {*maps, *BESIDE_LAYERS}:
+            near = ", ".join(difflib.get_close_matches(name, maps, n=3, cutoff=0.5) or maps[:8])
+            more = "; stacked experts are named in model.adapter.target_parameters" if stacks else ""
+            ledger.refuse(
+                f"the model has no module {target}",
+                "model.adapter.target_modules",
+                f"name modules that it has, such as {near}{more}",
+            )
+    for target in adapter.target_parameters:
+        if not stacks:
+            what, fix = f"the model has no experts, and nothing to adapt by the name {target}", "remove it"
+        elif any(f".{stack}".endswith(f".{target.removeprefix('mlp.')}") for stack in stacks):
+            continue
+        else:
+            what = f"the model has no stack of experts {target}"
+            fix = f"name stacks that it has, such as {', '.join(dict.fromkeys(stacks))}"
+        ledger.refuse(what, "model.adapter.target_parameters", fix)

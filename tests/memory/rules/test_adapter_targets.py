@@ -1,0 +1,83 @@
+"""Names of an adapter that the model has not are refused by the plan, without building the model."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from memtrain.errors import RecipeError
+from memtrain.memory.model_shape.shape import FAMILIES, shape_of
+from memtrain.memory.rules.adapter_targets import BESIDE_LAYERS
+from tests.memory.conftest import SMALL
+
+MIXTURE = SMALL | {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "adapter", "words", "way"),
+    [
+        ({}, {"target_modules": ["q_prj"]}, "the model has no module q_prj", "such as q_proj"),
+        (
+            {},
+            {"target_parameters": ["experts.up"], "target_modules": []},
+            "the model has no experts",
+            "remove it",
+        ),
+        (
+            MIXTURE,
+            {"target_modules": ["gate_up_proj"]},
+            "no module gate_up_proj",
+            "stacked experts are named in",
+        ),
+        (
+            MIXTURE,
+            {"target_modules": [], "target_parameters": ["mlp.experts.nothing"]},
+            "the model has no stack of experts mlp.experts.nothing",
+            "experts.gate_up_proj, experts.down_proj",
+        ),
+    ],
+)
+def test_a_name_that_the_model_has_not_is_refused_with_those_it_has(
+    ask, facts_of, config, adapter, words, way
+):
+    with pytest.raises(RecipeError) as caught:
+        ask(facts_of(config=config or SMALL), model__adapter=adapter)
+    (fault,) = caught.value.faults
+    assert words in fault.what
+    assert way in fault.fix
+
+
+@pytest.mark.parametrize(
+    ("config", "adapter"),
+    [
+        ({}, {"target_modules": ["q_proj", "self_attn.v_proj", "lm_head"]}),
+        (MIXTURE, {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
+        (MIXTURE, {"target_modules": [], "target_parameters": ["gate_up_proj"]}),
+    ],
+)
+def test_names_that_the_model_has_are_taken(ask, facts_of, config, adapter):
+    assert ask(facts_of(config=config or SMALL), model__adapter=adapter).settings.adapter is not None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_linear_map_of_a_family_is_unknown(family):
+    mixture = {
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }
+    config = AutoConfig.for_model(
+        family, **{k: v for k, v in SMALL.items() if k != "model_type"} | mixture | {"pad_token_id": 0}
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_of(config.to_dict())
+    known = {part.name for part in shape.linears} | BESIDE_LAYERS
+    found = {n.rsplit(".", 1)[-1] for n, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert found <= known
