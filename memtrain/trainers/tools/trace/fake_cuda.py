@@ -60,6 +60,9 @@ def as_fake_cuda(*names: str) -> Iterator[None]:
     """
 
     is_fooled = called_from(*names)
+    # torch notes at its first use which functions `with torch.device(...)` is for: these, not stand-ins.
+    with torch.device("meta"):
+        torch.empty(0)
     with ExitStack() as undo:
         for name, fake in _CARD_CALLS.items():
             undo.enter_context(

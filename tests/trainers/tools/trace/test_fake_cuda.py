@@ -6,6 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._device import _device_constructors
 
 from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.tools.trace.fake_cuda import CARD, as_fake_cuda, unchanged, without_launches
@@ -67,6 +68,18 @@ def test_a_backward_pass_sees_the_gpu_too(library):
         x = torch.empty(1024, requires_grad=True)
         library.Doubled.apply(x).sum().backward()
         assert counted.peak_bytes >= CARD.multi_processor_count * 1024 * 4
+
+
+def test_a_device_block_still_makes_tensors_there():
+    """torch keeps, from the first such block of a process, which functions it holds for."""
+    _device_constructors.cache_clear()
+    try:
+        with as_fake_cuda("made_up"), torch.device("meta"):
+            assert torch.empty(4).is_meta, "a model of random weights would be made in full"
+        with torch.device("meta"):
+            assert torch.empty(4).is_meta
+    finally:
+        _device_constructors.cache_clear()
 
 
 def test_a_kernel_is_not_launched_and_its_wrapper_still_allocates(monkeypatch):
