@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memtrain.errors import DoesNotFit, Fault
+from memtrain.errors import OR, DoesNotFit, Fault
 from memtrain.memory.estimate.activations import layer_boundary, layer_kept
 from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.estimate.checkpoint_copies import COPY, copied_beside
@@ -77,8 +77,8 @@ def host_shortage(owners: dict[str, int], hardware: Hardware) -> DoesNotFit | No
             Fault(
                 f"the plan needs {gib(wanted)} of host memory, and there are {gib(hardware.host_bytes)} "
                 f"({', '.join(f'{name} {gib(size)}' for name, size in largest)})",
-                "host memory of this machine",
-                "; or ".join(ways) or "run on a machine with more memory",
+                "host memory of the machine (`memtrain plan --host-memory SIZE` plans for another)",
+                OR.join(ways) or "run on a machine with more memory",
             )
         ]
     )
@@ -90,7 +90,7 @@ FIXES = {
     COPY: "set save.async_save: false",
     WRITTEN: "set save.layout: sharded",
     LAID_OUT: "lower cluster.processes",
-    STEPPED_THERE: "set memory.use: split_copies, or optim.in_backward: on",
+    STEPPED_THERE: "set optim.copies: split",
     "weights": "set memory.weights_offload: off, or model.quantize: 4bit with an adapter",
     "gradients": "set optim.in_backward: on, or one micro-batch a step",
     "shards": "set cluster.cpu_offload: none, or take more nodes",

@@ -50,7 +50,15 @@ a save in the background, and gradients of one layer in place of all, as nothing
 ADAPTER_TOO = Change(
     "memory.weights_offload: all", {"adapters_offload": True}, {"memory.weights_offload": "all"}
 )
+UNASKED = Change("memory.weights_offload: auto", {}, {"memory.weights_offload": "auto"})
 LORA = Change("model.adapter: {kind: lora}", {"adapter": Adapter()}, {"model.adapter": Adapter()})
+PACKED = Change(
+    "model: {adapter: {kind: lora}, quantize: 4bit}",
+    {},
+    {"model.adapter": Adapter(), "model.quantize": "4bit", "optim.copies": "auto"},
+)
+LESS_IN_ALL = ((PACKED,),)
+"""Changes where the host is too small for what the device can do without."""
 
 Plan = Callable[[SourcedRecipe, PlannerInputs], Priced | None]
 """The planner: the fastest plan that fits; None where none does, or the request is refused."""
@@ -69,25 +77,47 @@ class NoPlan(DoesNotFit):
     ) -> None:
         """`shortage`: the refusal of plans that would fit the device, and not the host."""
         self.closest, self.budget, self.asked, self.facts = closest, budget, asked, facts
-        self.shortage = "" if shortage is None else f"; beyond it in host memory: {shortage.faults[0].what}"
-        what = _what(closest, budget, facts.hardware) + self.shortage
-        super().__init__([Fault(what, _where(asked), "memtrain plan --gpu NAME")])
+        self.shortage = shortage
+        super().__init__([Fault(self.what, self.where, "memtrain plan --gpu NAME")])
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether the host alone is short, and the device has room."""
+        return self.shortage is not None and self.closest.need_bytes <= self.budget
+
+    @property
+    def what(self) -> str:
+        """Memory that is short, of the device or the host, and its largest owners."""
+        on_host = "" if self.shortage is None else self.shortage.faults[0].what
+        if self.fits_device:
+            return on_host
+        beyond = f"; beyond it in host memory: {on_host}" if on_host else ""
+        return _what(self.closest, self.budget, self.facts.hardware) + beyond
+
+    @property
+    def where(self) -> str:
+        """Key of the limit, or the machine."""
+        if self.fits_device and self.shortage is not None:
+            return self.shortage.faults[0].where
+        return _where(self.asked)
 
 
 def nothing_fits(found: NoPlan, plan: Plan) -> DoesNotFit:
     """The error: the smallest plan there is, its largest owners, and three ways out that were planned."""
-    closest, budget, asked, facts = found.closest, found.budget, found.asked, found.facts
-    search = _Search(closest, budget, asked, facts, plan, lacks_host=bool(found.shortage))
+    closest = found.closest
+    search = _Search(found, plan)
     ways = search.nearest()
     whole = search.all_weights()
     fix = OR.join(way.words() for way in (*ways, *(() if whole is None else (whole,))))
-    if not ways:
+    if not ways and found.fits_device and found.shortage is not None:
+        fix = found.shortage.faults[0].fix
+    elif not ways:
         (lowest,) = search.arithmetic[:1]
         fix = f"a larger device; the furthest that changes of the recipe go is {lowest.words()}"
     elif len(ways) < MOST:
         fix += f"; nothing else was found to fit: {TRIED[closest.settings.device]}"
 
-    return DoesNotFit([Fault(_what(closest, budget, facts.hardware) + found.shortage, _where(asked), fix)])
+    return DoesNotFit([Fault(found.what, found.where, fix)])
 
 
 def nearest_ways(
@@ -104,24 +134,20 @@ def nearest_ways(
 class _Search:
     """Ways out of one recipe."""
 
-    def __init__(
-        self,
-        closest: Priced,
-        budget: int,
-        asked: SourcedRecipe,
-        facts: PlannerInputs,
-        plan: Plan,
-        *,
-        lacks_host: bool,
-    ) -> None:
-        self.closest, self.budget, self.asked, self.plan = closest, budget, asked, plan
-        self._lacks_host = lacks_host
+    def __init__(self, found: NoPlan, plan: Plan) -> None:
+        self.closest, self.budget, self.asked, self.plan = found.closest, found.budget, found.asked, plan
+        self._lacks_host, self._fits_device = found.shortage is not None, found.fits_device
         # A way that needs bitsandbytes is one, whether or not it is installed here.
-        self.facts = replace(facts, presumed=facts.presumed | {"bitsandbytes"})
+        self.facts = replace(found.facts, presumed=found.facts.presumed | {"bitsandbytes"})
 
     @cached_property
     def arithmetic(self) -> list[Suggestion]:
-        """Changes of the recipe by arithmetic; the change that goes furthest where none fits."""
+        """Changes of the recipe by arithmetic; the change that goes furthest where none fits.
+
+        Where the host alone is short: those that hold less on both.
+        """
+        if self._fits_device:
+            return [Suggestion(changes, 0) for changes in LESS_IN_ALL if not any(map(self._has, changes))]
         return nearest_ways(self.closest, self.budget, self.facts, can_slice=self._can_slice)
 
     @cached_property
@@ -143,7 +169,9 @@ class _Search:
         changes = self._changes()
         if self._lacks_host:
             yield self._host()
-        if self.closest.settings.weights_offload and self.asked.recipe.memory.weights_offload == "on":
+        if self._fits_device and self.asked.recipe.memory.weights_offload in ("on", "all"):
+            yield self._planned((UNASKED,), {}, self.facts)
+        elif self.closest.settings.weights_offload and self.asked.recipe.memory.weights_offload == "on":
             yield self._planned((ADAPTER_TOO,), {}, self.facts)
         yield next(changes, None)
         yield self._gpus(None) or self._gpus(None, shares_rows=True)
@@ -179,7 +207,7 @@ class _Search:
         """The fewest changes by which plans that fit the device fit the host too."""
         for changes in ON_HOST:
             news = tuple(one for one in changes if not self._has(one))
-            made = self._planned(news, {}, self.facts) if news else None
+            made = self._planned(news, {}, self.facts, stays_asked=True) if news else None
             if made is not None:
                 return made
         return None
@@ -243,6 +271,8 @@ class _Search:
             size = f"{card.name} of {gib(card.memory_bytes)}"
             words = f"a larger card, {size}" if card.num_devices == 1 else f"larger cards, {size} each"
             machine = replace(card, num_nodes=hardware.num_nodes)
+            if self._fits_device:
+                machine = replace(machine, host_bytes=hardware.host_bytes)
             made = self._planned(
                 (Change(words), *_one(change)),
                 {"memory.budget": "auto"},
@@ -268,10 +298,20 @@ class _Search:
         return peak <= _limit(settings, budget or self.budget)
 
     def _planned(
-        self, changes: tuple[Change, ...], extra: Mapping[str, object], facts: PlannerInputs
+        self,
+        changes: tuple[Change, ...],
+        extra: Mapping[str, object],
+        facts: PlannerInputs,
+        *,
+        stays_asked: bool = False,
     ) -> Suggestion | None:
-        """The way with the peak of the plan that is made for it; None where no plan fits."""
+        """The way with the peak of the plan that is made for it; None where no plan fits.
+
+        Where the host alone is short, weights need not wait there, unless it `stays_asked`.
+        """
         recipe = self.asked.recipe
+        if self._fits_device and not stays_asked and UNASKED not in changes and not self._has(UNASKED):
+            changes = (*changes, UNASKED)
         keys = {key: value for change in changes for key, value in change.keys.items()} | dict(extra)
         for key, value in keys.items():
             recipe = with_key(recipe, key, value)

@@ -207,9 +207,7 @@ def _choose(choices: Space, budget: int, case: StrategyContext) -> tuple[Priced,
     shortage = host_shortage(host_need(smallest, case.facts), case.facts.hardware)
     if shortage is not None:
         beyond = [one for one in tried if one.need_bytes > budget and not one.settings.weights_offload]
-        if not beyond:
-            raise shortage
-        closest = min(beyond, key=lambda one: one.need_bytes)
+        closest = min(beyond or [smallest], key=lambda one: one.need_bytes)
         raise NoPlan(closest, budget, case.asked, case.facts, shortage)
     # vLLM has no room beside any plan: what decides its memory says so.
     return smallest, tried

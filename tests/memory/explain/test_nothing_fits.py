@@ -78,6 +78,30 @@ def test_where_the_host_is_what_is_short_the_first_way_out_is_one_that_spares_it
     assert reported[0] == f"optim.copies: split (peak {gib(split.prediction.peak.num_bytes)})"
 
 
+def test_where_the_host_alone_is_short_ways_out_are_planned_for_that_host(
+    ask: Ask, facts_of: Any, profile_of: Any
+):
+    """The device has room for two layers, and the host none for 8 billion states: what is offered has."""
+    known = facts(facts_of, profile_of, "llama-3.1-8b", "4090")
+    small = replace(known, hardware=replace(known.hardware, host_bytes=96 * 10**9))
+    half = {"model__dtype": "bfloat16", "optim__master_weights": True, "memory__weights_offload": "on"}
+    what, reported = ways(ask, small, **half)
+    assert what.startswith("the plan needs 12")
+    assert "of host memory, and there are 89.41 GiB (" in what
+    packed, auto = "model: {adapter: {kind: lora}, quantize: 4bit}", "memory.weights_offload: auto"
+    presumed = replace(small, presumed=small.presumed | {"bitsandbytes"})
+    asked = half | {"memory__weights_offload": "auto", "model__adapter": {}, "model__quantize": "4bit"}
+    peak = ask(presumed, **asked).prediction.peak.num_bytes
+    assert reported[0] == f"{packed} and {auto} (peak {gib(peak)})"
+    cards = [way for way in reported if way.startswith("a larger card, ")]
+    assert cards
+    assert all(auto in way for way in cards)
+    what, reported = ways(
+        ask, replace(known, hardware=replace(known.hardware, host_bytes=124 * 10**9)), **half
+    )
+    assert reported[0].startswith("optim.copies: split (peak "), "the run as it was asked for, first"
+
+
 def test_all_weights_of_8b_on_24_gib_have_a_way_out_that_people_take(
     ask: Ask, facts_of: Any, profile_of: Any
 ):
