@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from memtrain.cli.app import run
 from memtrain.errors import DoesNotFit, LaunchError, RecipeError
@@ -127,6 +128,7 @@ def test_a_budget_limits_the_plan_and_what_does_not_fit_is_refused_with_ways_out
         (["--budget", "much"], "not a size"),
         (["--num-gpus", "8"], "needs a kind of GPU"),
         (["--gpu", "l4", "--budget", "80GiB"], "more than L4 has"),
+        (["--budget", "1TiB"], "--budget 1024.0 GiB is more than"),
         (["--gpu", "h100", "cluster.device=cpu"], "cluster.device: cpu"),
         (["--gpu", "h100", "--without-data", "length.max_length=null"], "the length of the rows is unknown"),
         (
@@ -174,6 +176,19 @@ def test_the_other_way_round_what_is_found_fits_and_the_next_does_not(recipe, ca
     said = reported(capsys)
     assert "4090 are enough, and fewer are not" in said
     assert "They share weights, gradients and moments (fsdp2)." in said
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        ("24GiB", "the known card of that size, 3090"),
+        ("20GiB", "the smallest known card that has as much, L4"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a budget is for the GPU that is here")
+def test_a_budget_names_the_card_that_it_is_for(capsys, budget: str, words: str):
+    run(["plan", "sft/qwen3-0.6b-lora", "--budget", budget, "--without-data"])
+    assert words in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_smallest_budget_is_one_that_the_host_has_room_for(capsys):

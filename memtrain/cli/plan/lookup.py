@@ -192,10 +192,12 @@ def look_at_devices(
     else:
         found, presumed = here, frozenset[str]()
     if budget is not None and budget > max(found.memory_bytes, found.sold_bytes):
+        is_largest = gpu is None and presumed == ELSEWHERE
+        whose = f"any known card has: {found.name}," if is_largest else f"{found.name} has:"
         raise RecipeError(
-            f"--budget {gib(budget)} is more than {found.name} has ({gib(found.memory_bytes)})",
+            f"--budget {gib(budget)} is more than {whose} {gib(found.memory_bytes)}",
             where="--budget",
-            fix="lower it, or name a larger card with --gpu",
+            fix="give the memory of one card" if is_largest else "lower it, or name a larger card with --gpu",
         )
     return found, presumed
 
@@ -208,8 +210,10 @@ def card_words(hardware: Hardware, gpu: str | None, num_bytes: int | None, devic
     if gpu is not None:
         return ""
     if hardware.sold_bytes and num_bytes is not None:
+        same = num_bytes == hardware.sold_bytes
+        which = "known card of that size" if same else "smallest known card that has as much"
         return (
-            f"The plan for {gib(num_bytes)} is for the known card of that size, {hardware.name}, of which a "
+            f"The plan for {gib(num_bytes)} is for the {which}, {hardware.name}, of which a "
             f"program can use {gib(hardware.memory_bytes)}; --gpu names another."
         )
     if hardware.device == "cuda":

@@ -114,14 +114,32 @@ def time_words(share: float) -> str:
     return f"{share - 1:.0%} slower" if share > 1 else f"{1 - share:.0%} faster"
 
 
-def explain_headroom(ledger: DecisionLog, chosen: Priced, fullest: Priced | None) -> None:
-    """Note that a faster plan was left for one with room, where it was."""
+def explain_headroom(
+    ledger: DecisionLog,
+    chosen: Priced,
+    fullest: Priced | None,
+    roomy: Priced | None,
+    budget: int,
+    *,
+    moves_more: bool,
+) -> None:
+    """Note that a faster plan was left for one with room, where it was; or that no room is left, and why.
+
+    `roomy`: the fastest plan that leaves `memory.headroom` of the budget free. `moves_more`: it keeps more on
+    the host than the chosen one.
+    """
     headroom = ledger.asked.recipe.memory.headroom
-    if fullest is None or fullest.settings == chosen.settings or fullest.need_bytes <= chosen.need_bytes:
-        return
-    faster = time_words(fullest.token_s / chosen.token_s)
-    words = f"the fastest plan needs {gib(fullest.need_bytes)}, {faster}"
-    ledger.decide("headroom", f"{headroom:.0%}", words, "memory.headroom")
+    if chosen.need_bytes > budget * (1 - headroom):
+        words = "not left: no plan does"
+        if roomy is not None:
+            slower = time_words(roomy.token_s / chosen.token_s)
+            words = f"not left: the fastest plan that does needs {gib(roomy.need_bytes)}, {slower}"
+            words += ", and moves more to the host" if moves_more else ""
+        ledger.decide("headroom", f"{headroom:.0%}", words, "memory.headroom")
+    elif fullest is not None and fullest.need_bytes > chosen.need_bytes:
+        faster = time_words(fullest.token_s / chosen.token_s)
+        words = f"the fastest plan needs {gib(fullest.need_bytes)}, {faster}"
+        ledger.decide("headroom", f"{headroom:.0%}", words, "memory.headroom")
 
 
 def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: int) -> None:

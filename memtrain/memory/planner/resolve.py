@@ -110,7 +110,10 @@ def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
     explain_tile(ledger, chosen)
     alike = [one for one in tried if waits(one.settings) == waits(chosen.settings)]
     roomy = [one for one in alike if leaves_room(case.recipe, case.facts, one)]
-    explain_headroom(ledger, chosen, fastest(roomy, budget, case.facts))
+    free = int(budget * (1 - case.recipe.memory.headroom))
+    fullest, freer = (fastest(roomy, most, case.facts) for most in (budget, free))
+    moves_more = freer is not None and num_moved(freer) > num_moved(chosen)
+    explain_headroom(ledger, chosen, fullest, freer, budget, moves_more=moves_more)
     settings, prediction = with_generation(ledger, settings, chosen.prediction, facts, budget)
     return Resolved(
         settings=settings,

@@ -131,12 +131,34 @@ def test_a_plan_that_leaves_room_says_what_the_fullest_would_need(ask: Ask, fact
     said = {"memory__budget": f"{budget}GiB"}
     resolved = ask(known, **said)
     reported = {one.setting: one for one in resolved.decisions}
-    if resolved.chosen.need_bytes == fullest.need_bytes:
-        assert "headroom" not in reported
-    else:
-        assert resolved.chosen.need_bytes <= 0.95 * budget * GIB
-        assert resolved.chosen.token_s < 1.1 * fullest.token_s
-        assert gib(fullest.need_bytes) in reported["headroom"].reason
+    assert resolved.chosen.need_bytes <= 0.95 * budget * GIB
+    assert resolved.chosen.token_s < 1.1 * fullest.token_s
+    assert gib(fullest.need_bytes) in reported["headroom"].reason
+
+
+def test_a_sixth_of_the_layers_is_checkpointed_where_that_leaves_room(
+    ask: Ask, facts_of: Any, profile_of: Any
+):
+    config = known_config("qwen3-8b")
+    assert config is not None
+    known = facts_of(Hardware.named("a100-40"), profile_of(*[4096] * 64), dict(config))
+    lora = {"model__adapter": {"kind": "lora"}, "train__batch_size": 16}
+    assert ask(known, **lora, memory__headroom=0).settings.checkpoint_every == 0
+    resolved = ask(known, **lora)
+    assert resolved.settings.checkpoint_every == 6
+    assert resolved.chosen.need_bytes <= 0.95 * known.hardware.memory_bytes
+
+
+def test_headroom_that_costs_too_much_is_not_left_and_the_plan_says_so(
+    ask: Ask, facts_of: Any, profile_of: Any
+):
+    known = facts(facts_of, profile_of, "qwen3-0.6b")
+    fullest = ask(known, memory__headroom=0).chosen
+    budget = f"{fullest.need_bytes / GIB * 1.01:.2f}GiB"
+    resolved = ask(known, memory__budget=budget, memory__headroom=0.4)
+    reason = next(one.reason for one in resolved.decisions if one.setting == "headroom")
+    assert resolved.chosen.need_bytes > 0.6 * float(budget[:-3]) * GIB
+    assert "not left: the fastest plan that does needs" in reason
 
 
 @pytest.mark.parametrize("layout", ["auto", "full"])
