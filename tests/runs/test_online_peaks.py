@@ -1,5 +1,8 @@
 """Peaks of methods that write their own answers: what was predicted, beside the heaviest batch measured."""
 
+import json
+from typing import Any
+
 import pytest
 from shared_out import WIDE, peaks, write_online
 
@@ -37,3 +40,30 @@ def test_a_value_model_of_its_own_does_not_make_the_first_step_heavier_than_it_i
     predicted, measured = peaks(folder, metrics)
     assert predicted["first step"] == pytest.approx(measured["first step"], rel=0.01)
     assert predicted["steady step"] == pytest.approx(measured["steady step"], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "passes"),
+    [
+        ("grpo", {}),
+        ("rloo", {"log-probs": 0.05}),
+        ("ppo", {"log-probs": 0.05}),
+        ("online-dpo", {"log-probs": 0.1}),
+    ],
+)
+def test_phases_around_the_update_need_what_was_predicted_where_prompts_are_alike(
+    runs: Any, metrics: Any, method: str, passes: dict[str, float]
+):
+    """Generation, held-out prompts that are judged, and passes over a rollout that is smaller than their
+    micro-batches: these were predicted as full ones, 30 to 39 % too high.
+    """
+    write_online(runs, method)
+    rows = runs.folder / "alike.jsonl"
+    asked = (" ".join(f"Ana has {10 + (7 * i + k) % 80} pens." for k in range(16)) for i in range(120))
+    rows.write_text("".join(json.dumps({"prompt": one, "answer": "8"}) + "\n" for one in asked))
+    said = ("data.eval_fraction=0.02", "generate.max_tokens=24", "length.max_length=256")
+    folder = runs.done("run", f"data.train.source={rows}", *said, *SAID[:2], "train.max_steps=6", verb=method)
+    predicted, measured = peaks(folder, metrics)
+    for phase, room in {"generation": 0.01, "evaluation": 0.1, **passes}.items():
+        assert 0.999 * measured[phase] <= predicted[phase] <= (1 + room) * measured[phase], phase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from memtrain.memory.estimate.auxiliary_models import reward_scoring_bytes, with_beside
@@ -20,6 +21,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.memory.rules.router_replay import refuse_other_sampler
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.methods.online_base import WithMismatch
 from memtrain.recipes.sections.vllm import Vllm
 
@@ -84,7 +86,7 @@ def with_generation(
         longest = prompt + recipe.generation.max_tokens
         reading = reward_scoring_bytes(settings, facts.rewards, longest)
         phases.append(phase_peak("rewards", owners | {"activations": reading}))
-    factor, passes = _decide_passes(settings, facts, prediction.peak.num_bytes)
+    factor, passes = _decide_passes(settings, facts, prediction.peak.num_bytes, recipe)
     if recipe.online is not None and recipe.online.needs.passes:
         phases.append(passes)
     settings = settings.model_copy(update={"rollout_rows": rows, "pass_factor": factor})
@@ -109,20 +111,34 @@ def num_held_out(recipe: Recipe, facts: PlannerInputs) -> int:
     return max(1, round(facts.profile.report.num_rows * share / (1 - share))) if share else 0
 
 
-def _decide_passes(settings: Settings, facts: PlannerInputs, peak: int) -> tuple[int, PhasePeak]:
+def _decide_passes(
+    settings: Settings, facts: PlannerInputs, peak: int, recipe: Recipe
+) -> tuple[int, PhasePeak]:
     """(factor of micro-batches without gradients over micro-batches with, their peak).
 
     As large as need no more than the update: no activations are kept.
     """
-    priced = [(factor, _pass_peak(settings, facts, factor)) for factor in PASS_FACTORS]
+    most = _most_in_rollout(settings, facts, recipe)
+    priced = [(factor, _pass_peak(settings, facts, factor, most)) for factor in PASS_FACTORS]
     return next((one for one in priced if one[1].num_bytes <= peak), priced[-1])
 
 
-def _pass_peak(settings: Settings, facts: PlannerInputs, factor: int) -> PhasePeak:
-    tokens = None if settings.micro_tokens is None else factor * settings.micro_tokens
-    larger = settings.model_copy(
-        update={"micro_batch_size": factor * settings.micro_batch_size, "micro_tokens": tokens}
-    )
+def _most_in_rollout(settings: Settings, facts: PlannerInputs, recipe: Recipe) -> tuple[int, int]:
+    """(completions, tokens) of a rollout of all processes together that are learned from, at most."""
+    if recipe.online is None or recipe.train.batch_size is None:
+        return sys.maxsize, sys.maxsize
+    rows, generate = recipe.train.batch_size * recipe.online.steps_per_rollout, recipe.generation
+    in_group = generate.num_generations
+    if METHODS[facts.method].in_pairs:
+        rows, in_group = 2 * -(-rows // in_group), 2
+    num_prompts = -(-rows // in_group) if settings.shared_prompts else rows
+    return rows, num_prompts * longest_prompt(facts, generate) + rows * generate.max_tokens
+
+
+def _pass_peak(settings: Settings, facts: PlannerInputs, factor: int, most: tuple[int, int]) -> PhasePeak:
+    rows = min(factor * settings.micro_batch_size, most[0])
+    tokens = None if settings.micro_tokens is None else min(factor * settings.micro_tokens, most[1])
+    larger = settings.model_copy(update={"micro_batch_size": rows, "micro_tokens": tokens})
     load = Workload(settings, facts.shape, heaviest(larger, facts))
     alone = Prediction(
         phases=(phase_peak("log-probs", evaluation_moment(load)),), method="arithmetic", budget_bytes=None
