@@ -187,3 +187,70 @@ def test_a_missing_model_or_file_is_told_beside_another_fault_of_its_section(
     assert len(lines) == len(errors), lines
     for line, words in zip(lines, errors, strict=True):
         assert words in line
+
+
+WRONG_METHOD = """method: {method}
+model: {{path: ./none}}
+data: {{train: gone.jsonl}}
+length: {{max_lenght: 3}}
+train: {{epochs: 1, max_steps: 2, batch_rows: 4}}
+log: {{trackers: [wandb]}}
+"""
+
+
+@pytest.mark.parametrize("method", ["sfft", "Online-DPOO", "7"])
+def test_the_other_faults_are_told_beside_a_wrong_method(
+    method: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("memtrain.cli.plan.check_run.installed", lambda *names: frozenset())
+    (folder / "my.yaml").write_text(WRONG_METHOD.format(method=method))
+    assert main(["check", "my.yaml"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    faults = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    assert faults[0].startswith(f"method: {method if method.isdigit() else repr(method)}")
+    assert faults[1:] == [
+        "length.max_lenght: unknown key",
+        "the length of the run is given twice",
+        "there is no folder ./none",
+        "there is no file 'gone.jsonl'",
+        "wandb is asked for but not installed",
+    ]
+    assert [line for line in lines if line.startswith("note: ")] == [
+        "note: my.yaml:5:34: train.batch_rows is now train.batch_size"
+    ]
+
+
+def test_a_wrong_method_with_the_section_of_one_leads_to_that_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "my.yaml").write_text(
+        "method: dppo\nmodel: {path: builtin:tiny}\ndata: {train: a.jsonl}\ndpo: {beta: 3x}\n"
+    )
+    assert main(["check", "my.yaml"]) == 2
+    reported = capsys.readouterr().err
+    assert "  try: write method: dpo, whose section is at my.yaml:4:1\n" in reported
+    assert "the section of another method" not in reported
+    assert "error: dpo.beta: '3x' is text; it must be a number above 0\n" in reported
+    assert reported.count("error: ") == 2
+
+
+def test_no_rule_of_one_method_is_told_where_the_method_is_missing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "my.yaml").write_text(
+        "model: {path: builtin:tiny}\ndata: {train: a.jsonl}\nrewards: {functions: exact_answer}\n"
+        "generate: {num_generations: 2}\n"
+    )
+    assert main(["check", "my.yaml"]) == 2
+    reported = capsys.readouterr().err
+    assert reported.count("error: ") == 1
+    assert reported.startswith(
+        "error: method: missing\n   at: my.yaml:1:1\n  try: add `method: sft`, or another of dpo"
+    )
+
+
+def test_two_numbers_are_not_read_as_one(capsys: pytest.CaptureFixture[str]):
+    assert main(["check", "my.yaml", "train.batch_size=2,4"]) == 2
+    assert "24" not in capsys.readouterr().err
+    assert main(["check", "my.yaml", "train.batch_size=1,024"]) == 2
+    assert "write batch_size: 1024" in capsys.readouterr().err

@@ -15,7 +15,8 @@ from memtrain.recipes.sections.model import Model
 
 
 def missing_paths(loaded: LoadedRecipe, at_fault: frozenset[Path]) -> list[Fault]:
-    """Faults of the written paths of the sections `model` and `data` where these have a key at fault.
+    """Faults of the written paths of the sections `model` and `data` where these have a key at fault,
+    and of `data` where the method is.
 
     `loaded`: the recipe without the keys at fault; its tree is complete. Only presence is looked at: what
     the rows are read by may be the key at fault.
@@ -24,7 +25,7 @@ def missing_paths(loaded: LoadedRecipe, at_fault: frozenset[Path]) -> list[Fault
     looks: list[Callable[[], None]] = []
     if "model" in sections:
         looks += [look for key in ("path", "config") if (look := _look_at_model(loaded, key))]
-    if "data" in sections:
+    if sections & {"data", "method"}:
         looks += [look for key in ("train", "eval") for look in _looks_at_sources(loaded, ("data", key))]
     faults: list[Fault] = []
     for look in looks:

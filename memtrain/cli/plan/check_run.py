@@ -97,7 +97,7 @@ def check_run(loaded: LoadedRecipe, left_out: frozenset[str] = frozenset()) -> l
     looks = has_model or (knows_model and recipe.model.tokenizer is not None)
     has_tokenizer = looks and look.at("tokenizer", lambda: tokenizer_words(recipe, tokenizer))
     data = (("data.train", recipe.data.train), ("data.eval", recipe.data.eval))
-    for key, sources in () if "data" in left_out else data:
+    for key, sources in () if left_out & {"data", "method"} else data:
         found: list[Found] = []
         for number, source in enumerate(sources):
             place = f"{key}[{number}]"
@@ -107,7 +107,7 @@ def check_run(loaded: LoadedRecipe, left_out: frozenset[str] = frozenset()) -> l
             )
         if len(found) == len(sources) and found and has_tokenizer:
             look.at(f"{key}, rendering", lambda found=found: rendering_words(recipe, found, tokenizer()))
-    if not left_out & {"model", "distill"}:
+    if not left_out & {"model", "method", "distill"}:
         look.at("teacher", lambda: teacher_words(recipe, compares=has_tokenizer))
     if "rewards" not in left_out:
         look.at("rewards", lambda: _nothing(check_rewards(loaded)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 
 from memtrain.recipes.reading.field_docs import sentences_of
 from memtrain.recipes.reading.field_types import (
@@ -22,6 +23,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import UNITS, Section, parse_bytes
 from memtrain.recipes.sections.methods.pair_losses import PAIR_LOSSES
 
+THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 _YES = ("yes", "on", "y", "true")
 _NO = ("no", "off", "n", "false")
 
@@ -74,8 +76,11 @@ def _reformed(value: object, bases: list[Annotation]) -> str | None:
     if isinstance(value, str):
         if bool in bases and value.lower() in _YES + _NO:
             return "true" if value.lower() in _YES else "false"
-        digits = value.replace("_", "").replace(",", "").strip()
-        if digits.isdecimal() and (int in bases or float in bases):
+        written = value.strip()
+        digits = written.replace("_", "").replace(",", "")
+        # `2,4` is a list of two numbers, and no 24.
+        is_one = "," not in written or THOUSANDS.fullmatch(written) is not None
+        if is_one and digits.isdecimal() and (int in bases or float in bases):
             return digits
     if isinstance(value, bool):
         return None

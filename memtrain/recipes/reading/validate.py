@@ -41,6 +41,8 @@ from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.base import Section, parse_bytes
 
 NOT_SHOWN = "unknown key"
+METHOD: Path = ("method",)
+FIRST_METHOD = next(iter(METHODS))
 
 
 def recipe_of(tree: Mapping, faults: Faults, command: str | None = None) -> Recipe | None:
@@ -62,19 +64,54 @@ def part_without_faults(
     checks of what holds. No recipe where a fault is in every part."""
     _check_method(tree, faults, command)
     checked = _Checked(tree, faults)
-    bare: dict[str, object] | None = checked.section(tree, Recipe, ())
+    bare = checked.section(tree, Recipe, ())
+    recipe = _recipe_without_faults(bare, checked)
+    if recipe is None and METHOD in checked.at_fault:
+        recipe = _recipe_by_any_method(bare, checked)
+    return recipe, frozenset() if recipe is None else frozenset(checked.at_fault | checked.unknown)
+
+
+def _recipe_without_faults(bare: dict[str, object], checked: _Checked) -> Recipe | None:
+    """The recipe of the keys that are not at fault; None where the method is, or a fault is in every part."""
+    kept: dict[str, object] | None = bare
     for _ in range(MOST_FAULTS):
         try:
-            recipe = Recipe.model_validate(bare)
+            return Recipe.model_validate(kept)
         except ValidationError as error:
             at_fault = _emit(error.errors(include_url=False), checked)
-            bare = without(bare, at_fault) if at_fault - checked.at_fault else None
+            kept = without(kept, at_fault) if at_fault - checked.at_fault else None
             checked.at_fault.update(at_fault)
-        else:
-            return recipe, frozenset(checked.at_fault | checked.unknown)
-        if bare is None:
+        if kept is None:
             break
-    return None, frozenset()
+    return None
+
+
+def _recipe_by_any_method(bare: dict[str, object], checked: _Checked) -> Recipe | None:
+    """The recipe by the method that is probably meant, where its own is wrong or missing. A fault is noted
+    only where it is one by every method."""
+    names = sorted(METHODS, key=lambda name: name != (section_method(checked.tree) or FIRST_METHOD))
+    rest = without(bare, checked.at_fault - {METHOD})
+    if rest is None:
+        return None
+    known = len(checked.faults.found)
+    trials: list[tuple[Recipe | None, _Checked]] = []
+    for name in names:
+        trial = checked.copy()
+        own = {key: value for key, value in rest.items() if key not in METHODS or key == name}
+        trials.append((_recipe_without_faults({**own, "method": name}, trial), trial))
+    recipe, first = trials[0]
+    later = [{fault for _, fault in trial.faults.found[known:]} for _, trial in trials]
+    checked.faults.found += [
+        one for one in first.faults.found[known:] if all(one[1] in each for each in later)
+    ]
+    checked.at_fault.update(first.at_fault)
+    return recipe
+
+
+def section_method(tree: Mapping) -> str | None:
+    """The one method whose section is written; None where there are none or several."""
+    written = [name for name in METHODS if name in tree.entries]
+    return written[0] if len(written) == 1 else None
 
 
 def _check_method(tree: Mapping, faults: Faults, command: str | None) -> None:
@@ -87,8 +124,9 @@ def _check_method(tree: Mapping, faults: Faults, command: str | None) -> None:
             node.place,
             f"run `memtrain {METHODS[node.value].command}`, or write method: {command} with data for it",
         )
-    for fault in foreign_sections(tree, node, METHODS):
-        faults.add(*fault)
+    if node.value in METHODS:
+        for fault in foreign_sections(tree, node, METHODS):
+            faults.add(*fault)
 
 
 def foreign_sections(tree: Mapping, method: Leaf, methods: Iterable[str]) -> list[tuple[str, Place, str]]:
@@ -116,6 +154,11 @@ class _Checked:
     """Keys that are left out, so that the rules between the others can be checked."""
     unknown: set[Path] = field(default_factory=set[Path])
     """Keys that no section has, and keys without a value."""
+
+    def copy(self) -> _Checked:
+        """The same so far, with lists of its own."""
+        faults = Faults(list(self.faults.found))
+        return _Checked(self.tree, faults, set(self.meant), set(self.at_fault), set(self.unknown))
 
     def section(self, node: Mapping, section: type[Section], path: Path) -> dict[str, object]:
         known = field_types(section)
@@ -193,14 +236,14 @@ def _emit(errors: Sequence[ErrorDetails], checked: _Checked) -> set[Path]:
         at_fault.add(_blamed(messages[0], path, checked) if is_rule else path)
         if any(error["type"] == "missing" for error in group):
             if not checked.is_meant(path) and not checked.at_fault:
-                _add_missing(path, annotation, place, checked.faults)
+                _add_missing(path, annotation, place, checked)
         elif messages and path and checked.is_meant(path):
             continue
         elif is_rule or (messages and _reader_speaks(annotation)):
             if not checked.names_a_fault(messages[0], path):
                 _add_broken_rule(messages[0], path, place, checked)
         elif node.place not in broken:
-            _add_wrong_value(path, annotation, node, checked.faults)
+            _add_wrong_value(path, annotation, node, checked)
     return at_fault
 
 
@@ -234,9 +277,13 @@ def _nearest(tree: Mapping, path: Path) -> tuple[Place, Node]:
     return tree.place, tree
 
 
-def _add_missing(path: Path, annotation: Annotation, place: Place, faults: Faults) -> None:
-    section = section_of(annotation)
-    if section is None:
+def _add_missing(path: Path, annotation: Annotation, place: Place, checked: _Checked) -> None:
+    section, faults = section_of(annotation), checked.faults
+    if path == METHOD:
+        meant = section_method(checked.tree)
+        words = "whose section is written" if meant else f"or another of {', '.join([*METHODS][1:])}"
+        faults.add("method: missing", place, f"add `method: {meant or FIRST_METHOD}`, {words}")
+    elif section is None:
         faults.add(f"{dotted(path)}: missing", place, f"add it. {sentence(path)}")
     else:
         keys = ", ".join(list(section.model_fields)[:3])
@@ -254,5 +301,8 @@ def _add_broken_rule(message: str, path: Path, place: Place, checked: _Checked) 
     checked.faults.add(what, place, fix)
 
 
-def _add_wrong_value(path: Path, annotation: Annotation, node: Node, faults: Faults) -> None:
-    faults.add(f"{dotted(path)}: {refusal(node, annotation)}", node.place, way_out(path, annotation, node))
+def _add_wrong_value(path: Path, annotation: Annotation, node: Node, checked: _Checked) -> None:
+    fix, meant = way_out(path, annotation, node), section_method(checked.tree) if path == METHOD else None
+    if meant is not None:
+        fix = f"write method: {meant}, whose section is at {checked.tree.entries[meant].place}"
+    checked.faults.add(f"{dotted(path)}: {refusal(node, annotation)}", node.place, fix)
