@@ -211,8 +211,8 @@ def test_the_other_faults_are_told_beside_a_wrong_method(
     assert faults[1:] == [
         "length.max_lenght: unknown key",
         "the length of the run is given twice",
-        "there is no folder ./none",
         "there is no file 'gone.jsonl'",
+        "there is no folder ./none",
         "wandb is asked for but not installed",
     ]
     assert [line for line in lines if line.startswith("note: ")] == [
