@@ -254,3 +254,65 @@ def test_two_numbers_are_not_read_as_one(capsys: pytest.CaptureFixture[str]):
     assert "24" not in capsys.readouterr().err
     assert main(["check", "my.yaml", "train.batch_size=1,024"]) == 2
     assert "write batch_size: 1024" in capsys.readouterr().err
+
+
+def test_a_rule_that_a_word_of_the_command_line_breaks_is_told_there(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    text = (folder / "my.yaml").read_text()
+    (folder / "my.yaml").write_text(text + "train: {max_steps: 2}\n")
+    assert main(["check", "my.yaml", "train.epochs=1"]) == 2
+    assert capsys.readouterr().err == (
+        "error: the length of the run is given twice\n"
+        "   at: from the command line: `train.epochs=1`\n"
+        "  try: set train.epochs or train.max_steps, not both\n"
+    )
+
+
+def test_a_fault_of_many_rows_is_told_once_with_their_number(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    row = '{"prompt": "a", "completion": "b", "images": ["a.png"]}\n'
+    (folder / "media.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' + row * 200)
+    assert main(["check", "my.yaml", "data.train=media.jsonl"]) == 4
+    reported = capsys.readouterr().err
+    assert reported.count("error: ") == 1
+    assert reported.startswith(
+        "error: the row has images (column 'images') (the same in 98 more of the first 100 rows)\n"
+        "   at: media.jsonl:2\n"
+    )
+
+
+def test_two_columns_of_unknown_names_are_offered_as_a_line_to_paste(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "odd.jsonl").write_text('{"src": "a", "tgt": "b"}\n')
+    assert main(["check", "my.yaml", "data.train=odd.jsonl"]) == 4
+    offered = "{prompt: src, completion: tgt}"
+    assert f"  try: map your columns, such as data.columns: {offered}\n" in capsys.readouterr().err
+    assert main(["check", "my.yaml", "data.train=odd.jsonl", f"data.columns={offered}"]) == 0
+
+
+def test_a_run_that_cannot_begin_tells_every_fault(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "my.yaml").write_text(
+        "method: sft\nmodel: {path: ./none}\ndata: {train: gone.jsonl}\nlog: {trackers: [wandb]}\n"
+    )
+    assert main(["sft", "my.yaml", "log.trackers=[]"]) != 0
+    assert capsys.readouterr().err == (
+        "error: there is no folder ./none\n"
+        "   at: my.yaml:2:9 (model.path)\n"
+        "  try: give a hub id (owner/name) or a folder\n"
+        "error: there is no file 'gone.jsonl'\n"
+        "   at: my.yaml:3:8 (data.train[0])\n"
+        "  try: did you mean 'b.jsonl'?\n"
+    )
+
+
+def test_columns_that_are_not_used_are_told_once(folder: Path, capsys: pytest.CaptureFixture[str]):
+    rows = '{"prompt": "2 + 2", "completion": "4", "level": "easy"}\n' * 8
+    (folder / "more.jsonl").write_text(rows)
+    words = ["data.train=more.jsonl", "train.max_steps=1", "cluster.device=cpu", "memory.budget=auto"]
+    assert main(["sft", "my.yaml", *words, "--run-dir", "run"]) == 0
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count("column 'level' (all rows)") == 1
+    assert "column 'level' (all rows)" in (folder / "run" / "report.html").read_text().replace("&#39;", "'")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from memtrain.recipes.registry import METHODS
 
 if TYPE_CHECKING:
     from memtrain.memory.plan.plan import Plan
+    from memtrain.recipes.reading.load import LoadedRecipe
     from memtrain.trainers.run_folder.folder import RunFolder
 
 DryRun = Annotated[
@@ -103,17 +105,13 @@ def run_recipe(
     from memtrain.cli.plan.make_plan import make_plan, run_folder_of
     from memtrain.trainers.checkpoints.run_state import is_over, lost_model
     from memtrain.trainers.run_folder.folder import RunFolder
-    from memtrain.trainers.run_folder.trackers import check_trackers
     from memtrain.trainers.runtime.atomic_files import disk_fault
-    from memtrain.trainers.tools.lm_eval import check_asked
 
-    check_trackers(loaded.recipe.log.trackers)
-    check_asked(loaded.recipe.eval.lm_eval)
-    check_rewards(loaded)
+    _check_what_is_asked(loaded)
     folder = RunFolder(Path(run_folder_of(loaded, run_dir)))
     # From the first look at the folder to the last word in it: two starts must not see each other's half.
     with folder.open_for_run() as lock:
-        with reading_progress() as progress:
+        with _all_faults(loaded), reading_progress() as progress:
             planned = make_plan(loaded, run_dir=run_dir, progress=progress, keeps=resume)
         plan = planned.plan
         check_rewards(loaded, plan.data)
@@ -137,6 +135,31 @@ def run_recipe(
         print_end(folder)
         _benchmarks(plan, folder)
     return folder.path
+
+
+def _check_what_is_asked(loaded: LoadedRecipe) -> None:
+    """Raise the faults of trackers, benchmarks and reward functions, and with them those of other parts."""
+    from memtrain.cli.plan.check_rewards import check_rewards
+    from memtrain.cli.plan.recipe_lines import at_their_lines
+    from memtrain.trainers.run_folder.trackers import check_trackers
+    from memtrain.trainers.tools.lm_eval import check_asked
+
+    with _all_faults(loaded), at_their_lines(loaded):
+        check_trackers(loaded.recipe.log.trackers)
+        check_asked(loaded.recipe.eval.lm_eval)
+        check_rewards(loaded)
+
+
+@contextmanager
+def _all_faults(loaded: LoadedRecipe) -> Iterator[None]:
+    """Inside, an error of the data or the machine is raised with the faults of the run's other parts."""
+    from memtrain.cli.plan.check_run import with_the_rest
+    from memtrain.errors import DataError, LaunchError
+
+    try:
+        yield
+    except (DataError, LaunchError) as error:
+        raise with_the_rest(loaded, error) from error.__cause__
 
 
 def _print_finished(folder: RunFolder, start_over: str) -> None:

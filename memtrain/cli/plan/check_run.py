@@ -78,6 +78,17 @@ def check_rest(recipe: str, overrides: Sequence[str], error: RecipeError) -> Rec
     return every
 
 
+def with_the_rest(loaded: LoadedRecipe, error: MemtrainError) -> MemtrainError:
+    """The error of a run that could not begin, with the faults that a look at its other parts finds."""
+    try:
+        check_run(loaded)
+    except MemtrainError as found:
+        known = {word for one in error.faults for word in (one.what, (one.where, one.fix))}
+        more = [one for one in found.faults if not {one.what, (one.where, one.fix)} & known]
+        return type(error)([*error.faults, *more])
+    return error
+
+
 def check_run(loaded: LoadedRecipe, left_out: frozenset[str] = frozenset()) -> list[Line]:
     """Findings on the parts of a run, each with its name.
 
@@ -221,7 +232,7 @@ def source_words(recipe: Recipe, source: Source, place: str, found: list[Found])
     found.append(one)
     num_good, bad = first_rows(one)
     if bad and recipe.data.on_bad_row == "error":
-        raise DataError(bad)
+        raise DataError(_once(bad))
     skipped = f", {len(bad)} bad ones among them are skipped" if bad else ""
     rows = f"the first {num_good:,} rows" if num_good != 1 else "the first row"
     notes = "".join(f"; {note}" for note in one.notes)
@@ -245,6 +256,19 @@ def first_rows(found: Found) -> tuple[int, list[Fault]]:
         if num_good + len(bad) == FIRST_ROWS:
             break
     return num_good, bad
+
+
+def _once(bad: Sequence[Fault]) -> list[Fault]:
+    """Each fault of rows at the first row that has it, with the number of the others."""
+    alike: dict[tuple[str, str], list[Fault]] = {}
+    for one in bad:
+        alike.setdefault((one.what, one.fix), []).append(one)
+    return [
+        replace(first, what=f"{first.what} (the same in {len(more):,} more of the first {FIRST_ROWS} rows)")
+        if more
+        else first
+        for first, *more in alike.values()
+    ]
 
 
 def _rows(found: Found) -> Iterator[tuple[str, Row | BadRow]]:

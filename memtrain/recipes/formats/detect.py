@@ -187,8 +187,17 @@ def no_format(
     return (
         f"no format fits the columns {shown} ({rule})",
         where,
-        hint or "map your columns with data.columns",
+        hint or _mapping_example(present, needed),
     )
+
+
+def _mapping_example(present: Sequence[str], needed: Sequence[str]) -> str:
+    """The `data.columns` line for columns of unknown names: theirs where there are two."""
+    if len(present) < 2 or len(needed) < 2:
+        return "map your columns with data.columns"
+    taken = present if len(present) == 2 else ["YOUR_COLUMN"] * 2
+    line = ", ".join(f"{field}: {column}" for field, column in zip(needed, taken, strict=False))
+    return f"map your columns, such as data.columns: {{{line}}}"
 
 
 def check_mapping(columns: Columns, present: Sequence[str], where: str) -> None:

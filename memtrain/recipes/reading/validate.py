@@ -293,11 +293,10 @@ def _add_missing(path: Path, annotation: Annotation, place: Place, checked: _Che
 def _add_broken_rule(message: str, path: Path, place: Place, checked: _Checked) -> None:
     """A rule between keys: `what; way out`. A rule of the whole recipe is told at the first key it names."""
     what, _, fix = message.partition("; ")
-    if not path:
-        places = [
-            found[0] for key in named_keys(message, path) if (found := find(checked.tree, key)) is not None
-        ]
-        place = places[0] if places else place
+    places = [found[0] for key in named_keys(message, path) if (found := find(checked.tree, key)) is not None]
+    # A word of the command line broke the rule, where there is one: the file held before it came.
+    places = [one for one in places if not one.line] or (places if not path else [])
+    place = places[0] if places else place
     checked.faults.add(what, place, fix)
 
 

@@ -230,7 +230,8 @@ def _emit_start(
         sinks.emit(of_split(built.train.data_event("train"), plan.data.train))
         if built.eval is not None:
             sinks.emit(of_split(built.eval.data_event("held-out"), plan.data.eval))
-        notes = [*notes, *(f"data {note}" for note in plan.data.notes)]
+        for note in plan.data.notes:
+            sinks.emit(NoteEvent(step=position.step, text=f"data {note}", is_in_plan=True))
     notes_at_start = [f"skipped {one.path.name}: {one.reason}" for one in found.rejected] + notes
     if found.checkpoint is not None:
         notes_at_start.append(f"resumed at step {position.step}")

@@ -183,6 +183,8 @@ class NoteEvent:
 
     step: int
     text: str
+    is_in_plan: bool = False
+    """The plan's words before the run have it: the terminal is spared it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,6 @@ def open_sinks(plan: Plan, folder: RunFolder, ranks: Ranks, position: TrainState
             elif isinstance(event, EvalEvent):
                 progress.evaluated(event)
             elif isinstance(event, NoteEvent):
-                progress.print_line(event.text)
+                progress.print_line(event.text, is_shown=not event.is_in_plan)
 
         yield EventSinks(emit, progress.print_line, metrics.sync)

@@ -90,7 +90,9 @@ class Progress:
                 self._bar.update(self._task, completed=step.step, description=counted, figures=figures)
         is_due = step.step % self.every_steps == 0 or step.step in (self.first_step + 1, self.total_steps)
         if is_due:
-            self._line(f"step {step.step:>{len(str(self.total_steps))}}/{self.total_steps}  {figures}", True)
+            self._line(
+                f"step {step.step:>{len(str(self.total_steps))}}/{self.total_steps}  {figures}", is_step=True
+            )
 
     def evaluated(self, event: EvalEvent) -> None:
         """Tell the held-out loss, or the reward where completions were written and judged, and the metrics of
@@ -108,9 +110,9 @@ class Progress:
         ]
         self.print_line("  ".join([f"step {event.step}  held-out {figures}", *more]))
 
-    def print_line(self, text: str) -> None:
-        """Tell something in a line of its own."""
-        self._line(text, False)
+    def print_line(self, text: str, *, is_shown: bool = True) -> None:
+        """Tell something in a line of its own; `is_shown=False`: in the log alone."""
+        self._line(text, is_step=False, is_shown=is_shown)
 
     def _figures(self, step: StepEvent) -> str:
         tokens = sum(count for count, _ in self._recent)
@@ -123,12 +125,12 @@ class Progress:
             figures.append(f"peak {gib(step.peak_bytes)}")
         return "  ".join([*figures, f"{duration(left_s)} left"])
 
-    def _line(self, text: str, is_step: bool) -> None:
+    def _line(self, text: str, *, is_step: bool, is_shown: bool = True) -> None:
         text = printable(text)
         if self._log is not None:
             with open(self._log, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
-        if self.is_shown and not (is_step and self._bar is not None):
+        if is_shown and self.is_shown and not (is_step and self._bar is not None):
             with self._shown():
                 self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 

@@ -31,7 +31,8 @@ def tokenizer_of(model: Model) -> PreTrainedTokenizerFast:
     name = model.tokenizer or model.path
     assert name is not None, "model.config without model.tokenizer is refused by the recipe"
     revision = model.revision if model.tokenizer is None else None
-    tokenizer = load_tokenizer(name, revision=revision, chat_template=model.chat_template)
+    key = "model.path" if model.tokenizer is None else "model.tokenizer"
+    tokenizer = load_tokenizer(name, revision=revision, chat_template=model.chat_template, key=key)
     return with_tokens(tokenizer, model.add_tokens)
 
 
@@ -56,10 +57,11 @@ def with_tokens(tokenizer: PreTrainedTokenizerFast, asked: Sequence[str]) -> Pre
 
 
 def load_tokenizer(
-    name: str, *, revision: str | None = None, chat_template: str | None = None
+    name: str, *, revision: str | None = None, chat_template: str | None = None, key: str = "model.tokenizer"
 ) -> PreTrainedTokenizerFast:
     """The tokenizer of a hub id, a folder or `builtin:tiny`, with another chat template where one is given.
 
+    `key`: the key that named it, for errors.
     Raises: DataError when there is none, it is not a fast one, or the template is missing.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -73,9 +75,9 @@ def load_tokenizer(
     place = str(tiny_tokenizer.FOLDER) if name == BUILTIN else str(Path(name).expanduser())
     if not Path(place).is_dir() and name.startswith((".", "/", "~")):
         raise DataError(
-            f"there is no folder '{place}'",
-            "model.tokenizer",
-            f"check the path; a relative one begins at the current folder, {Path.cwd()}",
+            f"there is no folder {name}",
+            key,
+            "give a hub id (owner/name) or a folder",
         )
     refuse_run_folder(Path(place), "model.tokenizer")
     if (Path(place) / "config.json").exists():

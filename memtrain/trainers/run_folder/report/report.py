@@ -237,7 +237,8 @@ def summary(folder: RunFolder) -> RenderableType:
         parts += ["", _data_table(report.data)]
         parts += [Text(words) for data in report.data for words in source_words(data)]
         parts += [Text(f"lost from {data.split}: {lost_words(data)}") for data in report.data]
-    parts += [Text(f"note: step {note.step}: {printable(note.text)}") for note in report.notes]
+    # What was told at the start stands above on the terminal, and in the report.
+    parts += [Text(f"note: step {note.step}: {printable(note.text)}") for note in report.notes if note.step]
     return Group(*parts)
 
 

@@ -136,7 +136,7 @@ def test_the_digest_follows_what_decides_the_ids():
     ("name", "template", "what"),
     [
         ("builtin:huge", None, "there is no tokenizer 'builtin:huge'"),
-        ("./nowhere", None, "there is no folder 'nowhere'"),
+        ("./nowhere", None, "there is no folder ./nowhere"),
         ("builtin:tiny", "nothing", "there is no chat template 'nothing'"),
     ],
 )
