@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from memtrain.trainers.run_folder.folder import RunFolder
     from memtrain.trainers.run_folder.report.report import Figures, Report
 
-Overrides = Mapping[str, Any]
+Overrides = Mapping[str, Any] | Sequence[str]
+"""Values by dotted key, or words as the command line has them (`optim.lr=1e-4`)."""
 
 _OPTION = re.compile(
     r"--(?P<name>gpu|num-gpus|budget|run-dir|model|tokenizer)(?: (?P<value>[\w.]*\d[\w.]*))?\b"
@@ -124,7 +125,8 @@ class RunPlan:
 
 
 def load_recipe(recipe: str | Path, overrides: Overrides | None = None) -> LoadedRecipe:
-    """The recipe of a file, or of a shipped name, with values laid over it by dotted key.
+    """The recipe of a file, or of a shipped name, with values laid over it by dotted key, or as
+    words such as `optim.lr=1e-4`.
 
     Raises: RecipeError with every fault, each with its line.
     """
@@ -207,7 +209,11 @@ def _loaded(recipe: LoadedRecipe | str | Path) -> LoadedRecipe:
 
 def _words(overrides: Overrides | None) -> list[str]:
     """Overrides as the words of a command line; JSON is YAML."""
-    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in (overrides or {}).items()]
+    if isinstance(overrides, str):
+        return [overrides]
+    if not isinstance(overrides, Mapping):
+        return list(overrides or ())
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in overrides.items()]
 
 
 @contextmanager

@@ -41,6 +41,14 @@ def test_errors_are_those_of_the_command_line():
         _ = getattr(memtrain, "pl" + "ann")
 
 
+def test_overrides_may_be_the_words_of_the_command_line():
+    for given in (["train.max_steps=3"], "train.max_steps=3", ("train.max_steps=3",), {"train.max_steps": 3}):
+        assert memtrain.load_recipe("quickstart", given).recipe.train.max_steps == 3
+    with pytest.raises(RecipeError) as caught:
+        memtrain.load_recipe("quickstart", ["max_steps"])
+    assert caught.value.faults[0].where == "from Python: `max_steps`"
+
+
 def test_a_plan_for_a_card_is_that_of_the_command():
     recipe = memtrain.load_recipe("quickstart", {"cluster.device": "auto"})
     plan = memtrain.plan(recipe, gpu="t4", reads_data=False)

@@ -62,3 +62,11 @@ def test_a_folder_that_is_missing_is_reported(capsys: pytest.CaptureFixture[str]
 def test_every_spelling_of_a_method_is_known(spelling: str, capsys: pytest.CaptureFixture[str]):
     assert main(["init", spelling]) == 0
     assert "method: online_dpo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("spelling", ["reward-model", "Reward Modeling", "rm", "reward_modelling"])
+def test_words_of_other_trainers_for_a_reward_model_are_known(
+    spelling: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["init", spelling]) == 0
+    assert "method: reward\n" in capsys.readouterr().out
