@@ -316,3 +316,29 @@ def test_columns_that_are_not_used_are_told_once(folder: Path, capsys: pytest.Ca
     captured = capsys.readouterr()
     assert (captured.out + captured.err).count("column 'level' (all rows)") == 1
     assert "column 'level' (all rows)" in (folder / "run" / "report.html").read_text().replace("&#39;", "'")
+
+
+def test_columns_that_no_text_holds_are_named_with_their_share(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = [
+        f'{{"instruction": "a", "input": "b", "output": "c", "level": "easy", "note": {note}}}'
+        for note in ('"x"', "null", '"y"', '""')
+    ]
+    (folder / "alpaca.jsonl").write_text("\n".join(rows))
+    assert main(["check", "my.yaml", "data.train=alpaca.jsonl"]) == 0
+    assert (
+        "alpaca.jsonl: format alpaca, the first 4 rows can be used; not in the rendered text of the rows: "
+        "column 'level' (all rows), column 'note' (2 of 4 rows, 50.0%) Every"
+    ) in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_whose_rows_all_fall_away_tells_the_line_of_max_length(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "long.jsonl").write_text('{"prompt": "' + "word " * 200 + '", "completion": "b"}\n')
+    (folder / "my.yaml").write_text(
+        "method: sft\nmodel: {path: builtin:tiny}\ndata: {train: long.jsonl}\nlength: {max_length: 32}\n"
+    )
+    assert main(["sft", "my.yaml"]) == 4
+    assert "   at: my.yaml:4:10 (length.max_length)\n" in capsys.readouterr().err

@@ -103,6 +103,7 @@ def run_recipe(
     from memtrain.cli.launch.summary import print_end, print_plan, reading_progress
     from memtrain.cli.plan.check_rewards import check_rewards
     from memtrain.cli.plan.make_plan import make_plan, run_folder_of
+    from memtrain.cli.plan.recipe_lines import at_their_lines
     from memtrain.trainers.checkpoints.run_state import is_over, lost_model
     from memtrain.trainers.run_folder.folder import RunFolder
     from memtrain.trainers.runtime.atomic_files import disk_fault
@@ -111,7 +112,7 @@ def run_recipe(
     folder = RunFolder(Path(run_folder_of(loaded, run_dir)))
     # From the first look at the folder to the last word in it: two starts must not see each other's half.
     with folder.open_for_run() as lock:
-        with _all_faults(loaded), reading_progress() as progress:
+        with _all_faults(loaded), at_their_lines(loaded), reading_progress() as progress:
             planned = make_plan(loaded, run_dir=run_dir, progress=progress, keeps=resume)
         plan = planned.plan
         check_rewards(loaded, plan.data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -230,32 +231,36 @@ def source_words(recipe: Recipe, source: Source, place: str, found: list[Found])
         return f"{LATER}: {source.source} is a dataset of the hub, which the run downloads"
     one = look_into(source, recipe.data, METHOD_FORMATS[recipe.method], place)
     found.append(one)
-    num_good, bad = first_rows(one)
+    num_good, bad, unused = first_rows(one)
     if bad and recipe.data.on_bad_row == "error":
         raise DataError(_once(bad))
     skipped = f", {len(bad)} bad ones among them are skipped" if bad else ""
     rows = f"the first {num_good:,} rows" if num_good != 1 else "the first row"
-    notes = "".join(f"; {note}" for note in one.notes)
+    notes = "".join(f"; {note}" for note in (*one.notes, *unused))
     return f"{source.source}: format {one.reading.form}, {rows} can be used{skipped}{notes}"
 
 
-def first_rows(found: Found) -> tuple[int, list[Fault]]:
-    """(usable rows among the first, faults of the others)."""
+def first_rows(found: Found) -> tuple[int, list[Fault], list[str]]:
+    """(usable rows among the first, faults of the others, words on columns that are in no text)."""
+    from memtrain.trainers.data.tokenize.unrendered import unrendered_words, unused_columns
+
     form, names = FORMS[found.reading.form], found.reading.names
     bad: list[Fault] = []
+    unused: Counter[str] = Counter()
     num_good = 0
     for place, row in _rows(found):
         try:
             if isinstance(row, BadRow):
                 raise row
             refuse_media(row, used_columns(form.name, names))
-            form.parse(row, names)
+            example = form.parse(row, names)
+            unused.update(set(unused_columns(row, example, form.name, names, form.name)))
             num_good += 1
         except BadRow as wrong:
             bad.append(wrong.fault(place))
         if num_good + len(bad) == FIRST_ROWS:
             break
-    return num_good, bad
+    return num_good, bad, list(unrendered_words(unused, num_good))
 
 
 def _once(bad: Sequence[Fault]) -> list[Fault]:
