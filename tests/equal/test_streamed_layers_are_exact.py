@@ -13,6 +13,7 @@ import pytest
 import torch
 from sampled import sampled
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from memtrain.errors import LaunchError
@@ -321,6 +322,37 @@ def test_inputs_of_streamed_layers_wait_on_the_host(
     assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
     assert offloader is not None
     assert offloader.traffic.out_bytes == (3 - keep) * 4 * 127 * 64
+
+
+def test_a_streamed_layers_input_has_left_when_the_next_layer_is_at_work(
+    tiny_model: TinyModel, make_settings: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Autograd packs what a custom function saves only when it is through: the copy starts before."""
+    monkeypatch.setattr(activations_module, "Offloader", partial(Offloader, min_bytes=512))
+    model = tiny_model(num_hidden_layers=4)
+    set_attention(model, "torch_cpu")
+    away = make_settings(checkpoint_every=0, slice_tokens=24, offload="boundaries")
+    apply_checkpointing_and_offload(model, away)
+    inputs: list[StorageWeakRef] = []
+    there: list[list[int]] = []
+
+    def note_input(layer: Any, given: tuple[Tensor, ...]) -> None:
+        inputs.append(StorageWeakRef(given[0].untyped_storage()))
+
+    def note_there(mlp: Any, given: tuple[Tensor, ...]) -> None:
+        there.append([number for number, one in enumerate(inputs) if not one.expired()])
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(note_input)
+    handles = [layer.mlp.register_forward_pre_hook(note_there) for layer in model.model.layers]
+    layout = ROWS["packed"]
+    ids = torch.randint(0, 128, (1, layout.num_tokens))
+    out = model(input_ids=ids, position_ids=layout.position_ids, layout=layout, use_cache=False).logits
+    for handle in handles:
+        handle.remove()
+    # The model's own forward pass holds the embeddings, the first layer's input, to its end.
+    assert {tuple(found) for found in there} == {(0,), (0, 1), (0, 2), (0, 3)}
+    out.sum().backward()
 
 
 def test_hooks_of_a_weight_see_its_gradient_once(tiny_model: TinyModel):

@@ -86,7 +86,7 @@ def apply_checkpointing_and_offload(
         recompute=plain,
     )
     if is_passed:
-        stream_layers(model, slice_tokens, offloader.hooks, keep=settings.offload_keep, weights=weights)
+        stream_layers(model, slice_tokens, offloader.leaving, keep=settings.offload_keep, weights=weights)
         return Activations(None, offloader, weights)
     kept = offloader.run_kept if settings.offload == "all" else None
     keep = settings.offload_keep if settings.offload == "boundaries" else 0

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +137,18 @@ class Offloader:
     def hooks(self) -> saved_tensors_hooks:
         """Context of a forward pass in which every saved tensor travels that is worth it."""
         return saved_tensors_hooks(self.pack, self.unpack)
+
+    @contextmanager
+    def leaving(self, tensor: Tensor) -> Iterator[None]:
+        """Context of a node of autograd's graph that saves `tensor`: its copy starts at once.
+
+        A custom function's tensors are packed when its forward pass is through. Without this the copy would
+        start then, and hold the tensor through the next node's pass.
+        """
+        begun = self._block_of(tensor) if self._is_worth_it(tensor) else None
+        with self.hooks():
+            yield
+        del begun
 
     # Forward: out.
 

@@ -23,8 +23,8 @@ FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
 
 Forward = Callable[..., Any]
 
-Hooks = Callable[[], AbstractContextManager[Any]]
-"""Contexts around the saving of a layer's input."""
+Leaving = Callable[[Tensor], AbstractContextManager[Any]]
+"""Contexts in which a layer saves its input, which is given beforehand."""
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class StreamedForward:
 
     layer: nn.Module
     slice_tokens: int
-    hooks: Hooks = nullcontext
+    leaving: Leaving = nullcontext
     before: Forward | None = None
     """Forward that was in the instance before, in place of the class's method: a kernel's."""
     turn: Turn | None = None
@@ -57,7 +57,7 @@ class StreamedForward:
         if others and slices:
             what = f"{type(self.layer).__name__} gets positional arguments, which cannot be cut into slices"
             raise LaunchError(what, "memory.streamed_layers", FIX)
-        with self.hooks() if torch.is_grad_enabled() else nullcontext():
+        with self.leaving(x_BTW) if torch.is_grad_enabled() else nullcontext():
             return run_streamed(
                 self.layer, self.plain, x_BTW, arguments, others, slices=slices, turn=self.turn
             )
@@ -71,16 +71,16 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 def stream_layers(
     model: nn.Module,
     slice_tokens: int,
-    hooks: Hooks = nullcontext,
+    leaving: Leaving = nullcontext,
     *,
     keep: int = 0,
     weights: LayerWeights | None = None,
 ) -> None:
     """Run all decoder layers of `model`, and the norm after them, in slices, with and without gradients.
 
-    `hooks` surround the saving of the layers' inputs, but for those of the last `keep` layers. A second call
-    replaces the first; 0 tokens: layers run as their class has them, or in one piece with their `weights`
-    from the host.
+    `leaving` surrounds the saving of the layers' inputs, but for those of the last `keep` layers. A second
+    call replaces the first; 0 tokens: layers run as their class has them, or in one piece with their
+    `weights` from the host.
 
     Raises: LaunchError when the model has no such layers.
     """
@@ -101,10 +101,10 @@ def stream_layers(
     for norm in norms if slice_tokens else ():
         norm.forward = TokenwiseForward(norm, slice_tokens, vars(norm).get("forward"))
     for number, layer in enumerate(layers):
-        own_hooks = hooks if number < len(layers) - keep else nullcontext
+        own_leaving = leaving if number < len(layers) - keep else nullcontext
         # The instance's attribute goes before the class's method; hooks of the module stay around it.
         turn = None if weights is None else Turn(weights, number)
-        layer.forward = StreamedForward(layer, slice_tokens, own_hooks, vars(layer).get("forward"), turn)
+        layer.forward = StreamedForward(layer, slice_tokens, own_leaving, vars(layer).get("forward"), turn)
 
 
 @contextmanager

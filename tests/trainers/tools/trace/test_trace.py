@@ -240,6 +240,18 @@ def test_two_inputs_that_travel_at_once_need_two_middle_layers():
     )
 
 
+def test_the_forward_pass_of_layers_in_slices_holds_one_layers_input_on_its_way():
+    """In a middle layer: the embeddings, its own input (on its way) and its output; in the first two of them
+    are one."""
+    case = streamed(LLAMA, HALF | CUDA | {"adapter": LORA, "offload": "boundaries"})
+    job = replace(case, config=case.config | {"num_hidden_layers": 4}).job
+    owners = named_owners(trace(job).recorder)
+    first, middle, last = (
+        owners[f"steady step.forward.{part}"]["activations"] for part in ("first", "middle", "last")
+    )
+    assert middle - first == last - first == 4096 * 128 * 2
+
+
 def test_what_waits_on_the_host_is_reported_and_not_counted_as_the_devices():
     """Two layers keep inputs of 512 x 128 x 2 bytes each; AdamW has two numbers a weight."""
     case = CASES["offloading boundaries"]
