@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from memtrain.recipes.reading.peer_words import PEER_WORDS
+
 _ROWS = "`train.batch_size` (rows of one optimizer step over all devices; accumulation is derived from it)"
 _MICRO = "`train.micro_batch_size` (rows that one device takes at once; auto by default)"
 _CHECKPOINTING = (
@@ -14,6 +16,7 @@ _PRECISION = "`model.dtype` (bfloat16 where the device computes in it, by defaul
 _ULYSSES = "`cluster.context_parallel`, and `cluster.context_parallel_mode: ulysses` for Ulysses"
 
 RENAMED_KEYS: dict[str, str] = {
+    **PEER_WORDS,
     # model
     "model_name_or_path": "`model.path` (memtrain import reads a whole file of another trainer)",
     "model_name": "`model.path`",

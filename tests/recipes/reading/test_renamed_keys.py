@@ -111,3 +111,22 @@ def test_a_method_is_known_however_a_recipe_spells_it(spelling: str):
     loaded = load_text(text, "r.yaml")
     assert loaded.recipe.method == "online_dpo"
     assert loaded.renamed == ()
+
+
+PEERS = ["epsilon", "full_finetuning", "random_state", "train_on_responses_only", "response_template"]
+PEERS += ["use_unsloth", "saves_per_epoch", "evals_per_epoch", "special_tokens", "resize_vocab"]
+PEERS += ["unfrozen_parameters", "cut_cross_entropy", "plugins", "wandb_entity", "pref_loss"]
+PEERS += [
+    "double_quantization",
+    "use_galore",
+    "enable_thinking",
+    "steps_per_generation",
+    "mask_truncated_completions",
+]
+PEERS += ["token", "images"]
+
+
+@pytest.mark.parametrize("word", PEERS)
+def test_no_word_of_another_trainer_is_answered_with_a_list_of_all_keys(word: str):
+    fix = unknown_key(word, Recipe, ()).fix
+    assert fix.startswith(("write `", "remove it"))

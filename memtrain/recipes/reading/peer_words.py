@@ -1,0 +1,92 @@
+"""Words of TRL, Axolotl, LLaMA-Factory and Unsloth with a counterpart of another form, or with none."""
+
+_NOT_DONE = "remove it: no counterpart here"
+_LAYERS = f"{_NOT_DONE}; train every weight, or an adapter (`model.adapter`)"
+_ONE_RATE = f"{_NOT_DONE}; all weights have one rate, `optim.lr`"
+_OTHER_OPTIMIZER = (
+    "`optim.kind` (the kinds are listed there; Adam-mini, APOLLO, BAdam and GaLore are not among them)"
+)
+_RESPONSES = "`data.assistant_only_loss`, or `data.completion_only_loss` of prompts with completions"
+_TRACKER = "`log.trackers`, and `log.project`; the rest is the tracker's own: its environment variables"
+_PER_EPOCH = "(in steps; not given: at the end of every epoch)"
+_KERNELS = "`model.kernels`, or `model.liger`"
+_CLIP = "`grpo.clip_low`, and `grpo.clip_high`"
+
+PEER_WORDS: dict[str, str] = {
+    # model
+    "base_model_config": "`model.config`",
+    "is_llama_derived_model": "remove it: the model's own configuration says so",
+    "lora_fan_in_fan_out": "remove it: it is known by the kind of the layer",
+    "use_unsloth": "remove it: fused kernels are chosen by `model.kernels`",
+    "fast_inference": "`generate.backend: vllm`",
+    "full_finetuning": "remove it, with `model.adapter`: without an adapter every weight is trained",
+    "bias": f"{_NOT_DONE}; an adapter trains no biases",
+    "loftq_config": _NOT_DONE,
+    "xformers_attention": "`model.attention: auto`",
+    "shift_attn": _NOT_DONE,
+    "mixture_of_depths": _NOT_DONE,
+    "double_quantization": "remove it: the scales of 4-bit weights are always quantized too",
+    "upcast_layernorm": "remove it: norms are computed in float32",
+    "additional_target": "`model.adapter.modules_to_save`",
+    "unfrozen_parameters": _LAYERS,
+    "freeze_trainable_layers": _LAYERS,
+    "freeze_trainable_modules": _LAYERS,
+    "special_tokens": "`model.add_tokens` for new ones; the end of a turn is that of the chat template",
+    "added_tokens_overrides": "`model.add_tokens`",
+    "new_special_tokens": "`model.add_tokens`",
+    "resize_vocab": "remove it: the embeddings grow with `model.add_tokens`",
+    "token": "remove it: the hub reads HF_TOKEN, or log in with hf auth login",
+    "plugins": _KERNELS,
+    "liger_rope": _KERNELS,
+    "liger_rms_norm": _KERNELS,
+    "liger_glu_activation": _KERNELS,
+    "cut_cross_entropy": "`memory.loss` (the chunked loss is taken by default)",
+    # data
+    "train_on_responses_only": _RESPONSES,
+    "response_template": _RESPONSES,
+    "instruction_template": _RESPONSES,
+    "train_on_eos": "`data.end_token` (the end of a completion is trained on)",
+    "enable_thinking": "`data.chat_template_kwargs: {enable_thinking: false}`",
+    "system": "`data.system_prompt`",
+    "images": "remove it: memtrain trains on text; vision-language models are planned",
+    "vision_tower": "remove it: memtrain trains on text; vision-language models are planned",
+    "validation_file": "`data.eval`",
+    "tokenized_path": "`data.cache_dir`",
+    "skip_prepare_dataset": "remove it: tokens that are in `data.cache_dir` are used again",
+    "shuffle_merged_datasets": "`train.shuffle`",
+    "curriculum_sampling": "`train.shuffle: false` (rows in their order)",
+    "buffer_size": "remove it: rows are shuffled over the whole data (`data.streaming` with a limit: 10,000)",
+    "dataloader_prefetch_factor": _NOT_DONE,
+    # steps
+    "learning_rate_scheduler": "`optim.schedule`",
+    "loraplus_lr_ratio": _ONE_RATE,
+    "loraplus_lr_embedding": _ONE_RATE,
+    "embedding_learning_rate": _ONE_RATE,
+    "relora_steps": _NOT_DONE,
+    **dict.fromkeys(
+        ("use_galore", "use_badam", "badam_mode", "use_apollo", "use_adam_mini"), _OTHER_OPTIMIZER
+    ),
+    "random_state": "`train.seed`",
+    "saves_per_epoch": f"`save.every_steps` {_PER_EPOCH}",
+    "evals_per_epoch": f"`eval.every_steps` {_PER_EPOCH}",
+    "save_every": "`save.every_steps`",
+    "eval_every": "`eval.every_steps`",
+    "export_dir": "remove it: the model is in RUN/final, and memtrain export writes it elsewhere",
+    "compute_accuracy": "remove it: the accuracy of tokens is measured by itself",
+    "include_num_input_tokens_seen": "remove it: tokens are counted in metrics.jsonl",
+    **dict.fromkeys(
+        ("wandb_run_id", "wandb_watch", "wandb_entity", "mlflow_experiment_name", "comet_project_name"),
+        _TRACKER,
+    ),
+    # preferences and online methods
+    "dpo_beta": "`dpo.beta`",
+    "pref_loss": "`dpo.loss`",
+    "pref_ftx": "`dpo.loss: [sigmoid, sft]`, and `dpo.loss_weights`",
+    "epsilon": _CLIP,
+    "epsilon_high": "`grpo.clip_high`",
+    "importance_sampling_level": "`grpo.level`",
+    "mask_truncated_completions": "`grpo.mask_truncated`",
+    "steps_per_generation": "`grpo.steps_per_rollout`",
+    "vllm_server_host": "`generate.vllm.server`",
+}
+"""A word of another trainer, and the key here in its place or why it is to be removed."""
