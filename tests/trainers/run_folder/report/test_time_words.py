@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from memtrain.memory.plan.plan import Owned, Plan
 from memtrain.trainers.protocols.events import HostMemoryEvent
 from memtrain.trainers.run_folder.report.time_words import host_memory_words
@@ -9,12 +11,16 @@ from memtrain.trainers.run_folder.report.time_words import host_memory_words
 GIB = 2**30
 
 
+def on(plan: Plan, device: str) -> Plan:
+    return plan.model_copy(update={"settings": plan.settings.model_copy(update={"device": device})})
+
+
 def test_the_hosts_memory_stands_beside_its_prediction_and_largest_owners(make_plan: Callable[..., Plan]):
     """8 + 2 + 1 GiB are predicted; the third owner is not named."""
     sizes = {"weights": 8 * GIB, "gradients": 2 * GIB, "dataset index": GIB}
     owners = tuple(Owned(owner=name, num_bytes=size) for name, size in sizes.items())
     plan, found = (
-        make_plan().model_copy(update={"host": owners}),
+        on(make_plan(), "cuda").model_copy(update={"host": owners}),
         HostMemoryEvent(step=3, resident=12 * GIB, processes=2),
     )
     assert host_memory_words(found, plan) == (
@@ -22,3 +28,15 @@ def test_the_hosts_memory_stands_beside_its_prediction_and_largest_owners(make_p
     )
     assert host_memory_words(found, None) == "12.00 GiB measured in 2 processes"
     assert host_memory_words(None, plan) == ""
+
+
+@pytest.mark.parametrize(
+    ("device", "resident", "is_told"), [("cpu", 12, True), ("cpu", 11, False), ("cuda", 12, False)]
+)
+def test_a_run_on_a_cpu_says_that_freed_blocks_are_not_predicted_where_it_needed_more(
+    make_plan: Callable[..., Plan], device: str, resident: int, is_told: bool
+):
+    owners = (Owned(owner="the run itself", num_bytes=11 * GIB),)
+    plan = on(make_plan(), device).model_copy(update={"host": owners})
+    words = host_memory_words(HostMemoryEvent(step=3, resident=resident * GIB, processes=1), plan)
+    assert ("freed blocks" in words) is is_told
