@@ -288,7 +288,7 @@ def print_traced(made: Answer, traced: Traced | None, why_not: str, *, explain: 
     typer.echo()
     print_table(*owner_table(found, resolved.plain))
     typer.echo()
-    print_text(verdict(resolved.settings, found))
+    print_text(verdict(resolved.settings, found, resolved.chosen.need_bytes))
 
 
 def allocator_words(made: Answer, reserved: int, least: int, live: int) -> str:

@@ -73,8 +73,8 @@ def with_vllm(prediction: Prediction, settings: Settings, recipe: Recipe) -> Pre
     return prediction.model_copy(update={"phases": phases})
 
 
-def verdict(settings: Settings, prediction: Prediction) -> str:
-    """The peak of a device against its budget, in one sentence."""
+def verdict(settings: Settings, prediction: Prediction, planned: int) -> str:
+    """The need with a traced peak, against the budget. `planned`: the need of the plan itself."""
     peak, extra = prediction.peak, overhead(settings)
     need = need_of(prediction, settings)
     parts = [f"{gib(peak.num_bytes)} of live tensors in the {peak.phase}"]
@@ -84,7 +84,7 @@ def verdict(settings: Settings, prediction: Prediction) -> str:
     else:
         parts.append(f"{gib(extra.fixed)} for the interpreter and its libraries")
     parts.append(f"{gib(need - needed(prediction.corrected_bytes, settings))} of margin")
-    need_text = f"Needs {gib(need)} on each device: {', '.join(parts)}."
+    need_text = f"With the traced peak the plan's {gib(planned)} are {gib(need)}: {', '.join(parts)}."
     if prediction.budget_bytes is None:
         return need_text
     left = prediction.budget_bytes - need

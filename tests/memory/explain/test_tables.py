@@ -46,10 +46,13 @@ def test_a_small_plan_is_reported_in_mib():
 def test_the_verdict_adds_what_the_card_needs_and_says_what_stays_free():
     settings = Settings.model_construct(device="cuda", num_processes=1, expandable_segments=True)
     need = round(needed(CHOSEN.peak.num_bytes, settings) * 1.02) + 256 * MIB
-    assert f"Needs {need / GIB:.2f} GiB" in verdict(settings, CHOSEN)
-    assert f"{(8 * GIB - need) / GIB:.2f} GiB stay free" in verdict(settings, CHOSEN)
+    words = verdict(settings, CHOSEN, need + GIB)
+    assert words.startswith(
+        f"With the traced peak the plan's {(need + GIB) / GIB:.2f} GiB are {need / GIB:.2f} GiB: "
+    )
+    assert f"{(8 * GIB - need) / GIB:.2f} GiB stay free" in words
     tight = CHOSEN.model_copy(update={"budget_bytes": 3 * GIB})
-    assert f"{(need - 3 * GIB) / GIB:.2f} GiB are missing" in verdict(settings, tight)
+    assert f"{(need - 3 * GIB) / GIB:.2f} GiB are missing" in verdict(settings, tight, need)
 
 
 def test_the_difference_of_arithmetic_and_trace_is_a_share_of_the_trace():
