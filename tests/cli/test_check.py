@@ -342,3 +342,53 @@ def test_a_run_whose_rows_all_fall_away_tells_the_line_of_max_length(
     )
     assert main(["sft", "my.yaml"]) == 4
     assert "   at: my.yaml:4:10 (length.max_length)\n" in capsys.readouterr().err
+
+
+def test_a_source_that_is_a_path_alone_gets_a_second_key_from_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+):
+    words = [
+        "data.train=a.jsonl",
+        "data.train.limit=2",
+        "data.eval=[a.jsonl, b.jsonl]",
+        "data.eval.1.limit=1",
+    ]
+    assert main(["check", "my.yaml", *words]) == 0
+    reported = capsys.readouterr().out
+    assert "a.jsonl (limit: 2) " in reported
+    assert "a.jsonl; b.jsonl (limit: 1) " in reported
+    assert main(["check", "my.yaml", "data.train=a.jsonl", "data.train.limt=2"]) == 2
+    assert "error: data.train.limt: unknown key\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "written"),
+    [
+        ("optim=adamw_bnb_8bit", "optim.kind: adamw_8bit"),
+        ("model.adapter=lora", "model.adapter.kind: lora"),
+    ],
+)
+def test_a_kind_in_the_place_of_its_section_leads_to_the_key(
+    word: str, written: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["check", "my.yaml", word]) == 2
+    assert f"  try: write {written}\n" in capsys.readouterr().err
+
+
+def test_a_method_that_is_missing_is_that_of_the_command(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "my.yaml").write_text("model: {path: builtin:tiny}\ndata: {train: a.jsonl}\n")
+    assert main(["dpo", "my.yaml"]) == 2
+    assert "  try: add `method: dpo`, the method of the command\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "what"),
+    [
+        ("model.add_tokens=['<a>', '<a>']", "'<a>' is in the list twice"),
+        ("model.add_tokens=['<eos>']", "'<eos>' is a token already"),
+        ("eval.samples={prompts: []}", "eval.samples.prompts: an empty list was given"),
+    ],
+)
+def test_a_list_is_refused_with_what_is_wrong_in_it(word: str, what: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["check", "my.yaml", word]) != 0
+    assert f"error: {what}" in capsys.readouterr().err

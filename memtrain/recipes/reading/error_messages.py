@@ -17,7 +17,7 @@ from memtrain.recipes.reading.field_types import (
     readers,
     section_of,
 )
-from memtrain.recipes.reading.renamed_keys import renamed_value
+from memtrain.recipes.reading.renamed_keys import RENAMED_VALUES, renamed_value
 from memtrain.recipes.reading.yaml_tree import Items, Mapping, Node, Path, dotted, plain
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import UNITS, Section, parse_bytes
@@ -59,8 +59,10 @@ def way_out(path: Path, annotation: Annotation, node: Node) -> str:
     near = difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.6) if isinstance(value, str) else []
     if near:
         return f"did you mean '{near[0]}'?"
-    if section_of(annotation) is not None:
-        return f"write its keys on the lines below `{key}:`"
+    section = section_of(annotation)
+    if section is not None:
+        kind = _kind_in(section, value)
+        return f"write {dotted(path)}.kind: {kind}" if kind else f"write its keys on the lines below `{key}:`"
     reformed = _reformed(value, [base for base, _ in parts(annotation)])
     if reformed is not None:
         return f"write {key}: {reformed}"
@@ -69,6 +71,21 @@ def way_out(path: Path, annotation: Annotation, node: Node) -> str:
     if default:
         return f"change it, or remove it{default}"
     return f"write {describe(annotation)}" if words else sentence(path)
+
+
+def _kind_in(section: type[Section], value: object) -> str | None:
+    """The `kind` of a section that a text in its place names, in our word for it."""
+    known = choices(field_types(section)["kind"]) if "kind" in section.model_fields else []
+    if not isinstance(value, str):
+        return None
+    words = [
+        new
+        for key, olds in RENAMED_VALUES.items()
+        if key.endswith(".kind")
+        for old, new in olds.items()
+        if old == value
+    ]
+    return next((word for word in (value.lower(), *words) if word in known), None)
 
 
 def _reformed(value: object, bases: list[Annotation]) -> str | None:
@@ -153,7 +170,7 @@ def _shown(node: Node) -> str:
     if isinstance(node, Mapping):
         return "a mapping"
     if isinstance(node, Items):
-        return "a list"
+        return "a list" if node.items else "an empty list"
     if isinstance(node.value, str):
         return f"'{node.value}'" if len(node.value) <= 60 else f"'{node.value[:57]}...'"
     return plain_words(node.value)

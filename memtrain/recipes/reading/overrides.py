@@ -12,6 +12,18 @@ from memtrain.recipes.reading.yaml_tree import Entry, Faults, Items, Leaf, Mappi
 _KEY = re.compile(r"[^\s.\[\]=]+(?:\.[^\s.\[\]=]+|\[[0-9]+\])*")
 
 
+_FULL_FORMS: dict[Path, str] = {
+    ("data", "train"): "source",
+    ("data", "eval"): "source",
+    ("rewards", "functions"): "function",
+}
+"""Keys whose value may be a text alone, and the key that this text has in the long form."""
+
+
+def _full_form(path: Path) -> str | None:
+    return _FULL_FORMS.get(tuple(part for part in path if not isinstance(part, int)))
+
+
 def merged(below: Node, above: Node) -> Node:
     """`above` laid over `below`: mappings key by key, everything else replaced; every place is kept."""
     if not isinstance(below, Mapping) or not isinstance(above, Mapping):
@@ -69,6 +81,10 @@ def _with(node: Node | None, path: Path, at: int, value: Node, place: Place, fau
         key_place = place if at + 1 == len(path) or known is None else known.place
         return Mapping(node.entries | {key: Entry(key_place, inner)}, node.place)
     above = dotted(path[:at])
+    if isinstance(node, Leaf) and isinstance(node.value, str) and (full := _full_form(path[:at])):
+        # A source that is written as its path alone gets a second key.
+        mapping = Mapping({full: Entry(node.place, node)}, node.place)
+        return _with(mapping, path, at, value, place, faults)
     if isinstance(node, Leaf):
         faults.add(f"{above} is a single value and has no '{part}'", place, f"write {above}=... instead")
         return node

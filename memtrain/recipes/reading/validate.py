@@ -63,7 +63,7 @@ def part_without_faults(
     """(the recipe without the keys at fault, which have their defaults or stand-ins; those keys): for more
     checks of what holds. No recipe where a fault is in every part."""
     _check_method(tree, faults, command)
-    checked = _Checked(tree, faults)
+    checked = _Checked(tree, faults, command)
     bare = checked.section(tree, Recipe, ())
     recipe = _recipe_without_faults(bare, checked)
     if recipe is None and METHOD in checked.at_fault:
@@ -148,6 +148,8 @@ class _Checked:
 
     tree: Mapping
     faults: Faults
+    command: str | None = None
+    """The method of the command line."""
     meant: set[str] = field(default_factory=set[str])
     """Keys that some advice names already: that they are missing need not be reported as well."""
     at_fault: set[Path] = field(default_factory=set[Path])
@@ -158,7 +160,9 @@ class _Checked:
     def copy(self) -> _Checked:
         """The same so far, with lists of its own."""
         faults = Faults(list(self.faults.found))
-        return _Checked(self.tree, faults, set(self.meant), set(self.at_fault), set(self.unknown))
+        return _Checked(
+            self.tree, faults, self.command, set(self.meant), set(self.at_fault), set(self.unknown)
+        )
 
     def section(self, node: Mapping, section: type[Section], path: Path) -> dict[str, object]:
         known = field_types(section)
@@ -280,8 +284,10 @@ def _nearest(tree: Mapping, path: Path) -> tuple[Place, Node]:
 def _add_missing(path: Path, annotation: Annotation, place: Place, checked: _Checked) -> None:
     section, faults = section_of(annotation), checked.faults
     if path == METHOD:
-        meant = section_method(checked.tree)
-        words = "whose section is written" if meant else f"or another of {', '.join([*METHODS][1:])}"
+        meant = checked.command or section_method(checked.tree)
+        words = f"or another of {', '.join([*METHODS][1:])}"
+        if meant:
+            words = "the method of the command" if checked.command else "whose section is written"
         faults.add("method: missing", place, f"add `method: {meant or FIRST_METHOD}`, {words}")
     elif section is None:
         faults.add(f"{dotted(path)}: missing", place, f"add it. {sentence(path)}")

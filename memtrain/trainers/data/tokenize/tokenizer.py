@@ -50,6 +50,7 @@ def with_tokens(tokenizer: PreTrainedTokenizerFast, asked: Sequence[str]) -> Pre
     for number, token in enumerate(tokens):
         if not token.strip() or token in known or token in tokens[:number]:
             why = "has no text" if not token.strip() else "is a token already"
+            why = "is in the list twice" if token.strip() and token not in known else why
             raise DataError(f"'{token}' {why}", ADD_TOKENS, "remove it: an added token is a new one")
     # As it stands: neither split, nor lowered, nor stripped of the spaces around it.
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
