@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from memtrain.memory.estimate.auxiliary_models import RewardShape, reward_scoring_bytes, with_beside
-from memtrain.memory.estimate.peaks import estimate, kept_bytes, phase_peak
+from memtrain.memory.estimate.kept import kept_bytes
+from memtrain.memory.estimate.peaks import estimate, phase_peak
 from memtrain.memory.estimate.pricing import head_output_of
 from memtrain.memory.estimate.sharded.zero_config import bucket_of
 from memtrain.memory.estimate.teachers import TeacherShape, teacher_load

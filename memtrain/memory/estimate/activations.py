@@ -289,11 +289,14 @@ def layer_forward(load: Workload) -> int:
 def norm_backward(load: Workload) -> int:
     """Peak of a norm's backward pass beside its kept tensors: three float32 copies and more.
 
-    In one kernel: the gradients of the picked rows, of its output and of its input.
+    In float32 two of the copies are the tensors themselves. In one kernel: the gradients of the picked rows,
+    of its output and of its input.
     """
     if load.is_fused and load.settings.device == "cuda":
         return 3 * load.a * load.N * load.shape.width
-    return load.N * load.shape.width * (12 + (3 if load.trains_all else 4) * load.a)
+    copies = 12 if load.is_half else 4
+    others = 3 if load.trains_all or load.is_fused else 4
+    return load.N * load.shape.width * (copies + others * load.a)
 
 
 @once

@@ -59,7 +59,8 @@ def head_bytes(load: Workload, *, trains_head: bool) -> HeadBytes:
     return HeadBytes(
         norm=norm_kept(load, shape.width, num_scales=1),
         kept=picked + kept,
-        forward=picked + rows + forward,
+        # The norm's output is gone once the rows are picked from it; transformers' own step holds it.
+        forward=picked + (rows + forward if load.batch.foreign else max(rows, forward)),
         # At the end the gradient of the picked rows is scattered into one of all rows.
         backward=picked + max(backward, weight_gradient + picked + rows),
         evaluation=picked + rows + evaluation,

@@ -11,12 +11,10 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import (
     SCRATCH,
-    kept_despite,
     layer_backward,
     layer_boundary,
     layer_kept,
     norm_backward,
-    norm_kept,
     positions_and_mask,
     scratch_at_peak,
 )
@@ -24,6 +22,7 @@ from memtrain.memory.estimate.adapters import rounded_adapters
 from memtrain.memory.estimate.auxiliary_models import value_model
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
+from memtrain.memory.estimate.kept import kept, kept_bytes, widest_mlp
 from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
 from memtrain.memory.estimate.sharded.zero import (
@@ -88,11 +87,11 @@ def estimate(
         "evaluation": [evaluation_moment(load)],
         "saving": [saving_moment(load)],
     }
-    kept = kept_bytes(load)
+    waiting = kept_bytes(load)
 
     def whole(phase: str, moment: Moment) -> int:
         passes = moment.get("activations", 0) > 0
-        return total(moment) + sum(value_model(load, kept, phase, passes=passes).values())
+        return total(moment) + sum(value_model(load, waiting, phase, passes=passes).values())
 
     highest = (
         phase_peak(name, max(moments, key=lambda moment: whole(name, moment)))
@@ -132,12 +131,12 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
     settings, shape = load.settings, load.shape
     if uses_zero(settings):
         resting, last = _resting(load, has_state=has_state), _resting(load, has_state=True)
-        return zero_moments(load, resting, last, _kept(load), holds=accumulates)
+        return zero_moments(load, resting, last, kept(load), holds=accumulates)
     if shards_weights(settings):
         return _sharded_moments(load, has_state=has_state, accumulates=accumulates)
     head = head_bytes(load, trains_head=trains_head(settings))
     resting = _resting(load, has_state=has_state or settings.in_backward)
-    kept, last, first = _kept(load)
+    held = kept(load)
     made = _gradients(load, head.weight_gradient, accumulates=accumulates and not settings.in_backward)
     is_away = settings.offload == "all"
     backward = (offloaded_backward(load) if is_away else layer_backward(load)) + made.added
@@ -145,7 +144,7 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
     inner, final_backward = {"recomputation": backward - kernel, SCRATCH: kernel}, norm_backward(load)
     if settings.slice_tokens:
         inner, final_backward = streamed_backward(load), final_norm_backward(load)
-    loss = {"gradients": made.before, "activations": kept + head.norm}
+    loss = {"gradients": made.before, "activations": held.at_loss + head.norm}
     loss |= {"head's weight": fetched_head(settings, shape)}
     reduced = static_bytes(settings, shape).reduce
     scratch = optimizer_scratch(load) + offload_bucket(load)
@@ -156,9 +155,9 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
         resting | loss | {"logits": head.forward},
         resting | loss | {"logits": head.backward},
         resting | loss | {"logits": made.of_head},
-        resting | loss | {"gradients": made.after_loss, "logits": final_backward},
-        resting | {"gradients": made.in_last, "activations": kept - last} | inner,
-        resting | {"gradients": made.in_first, "activations": first} | inner,
+        resting | loss | {"gradients": made.after_loss, "logits": final_backward, "head's weight": 0},
+        resting | {"gradients": made.in_last, "activations": held.everything - held.of_last} | inner,
+        resting | {"gradients": made.in_first, "activations": held.beside_first} | inner,
         resting
         | {"gradients": made.in_embedding, "activations": load.a * load.N * shape.width}
         | {"recomputation": made.arriving},
@@ -254,12 +253,6 @@ def offloaded_backward(load: Workload) -> int:
     return load.a * load.N * (6 * widest_mlp(load) + 3 * load.shape.width)
 
 
-def widest_mlp(load: Workload) -> int:
-    """Width of a token's intermediate in an MLP, all its experts together."""
-    experts = load.shape.experts
-    return max(load.shape.mlp_width, experts.num_per_token * experts.mlp_width if experts else 0)
-
-
 def reference_pass(load: Workload, head: HeadBytes) -> int:
     """Bytes of a reference's forward pass while the policy's activations wait; 0 where none is asked then."""
     if load.batch.asks is not HeadOutput.LOGPS or load.settings.reference not in LIVE:
@@ -289,7 +282,7 @@ def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> l
     taught = resting | taught_states(load)
     return [
         resting | taught_moment(load),
-        *fsdp_moments(load, taught, _kept(load), holds=accumulates, asked=asked),
+        *fsdp_moments(load, taught, kept(load), holds=accumulates, asked=asked),
         last | {"gradients": own, "optimizer scratch": optimizer_scratch(load) + offload_bucket(load)},
     ]
 
@@ -350,50 +343,3 @@ def saving_moment(load: Workload) -> Moment:
     is_there = is_there and not writes_shards(load.settings)
     saved = {TO_SAVE: saved_whole(load.settings, load.shape) if is_there else 0}
     return resting | between_steps(load.settings, load.shape) | saved
-
-
-def kept_bytes(load: Workload) -> int:
-    """Bytes that all layers keep for the backward pass."""
-    return _kept(load)[0]
-
-
-@once
-def _kept(load: Workload) -> tuple[int, int, int]:
-    """Bytes kept by all layers together; of these by the last layer that is at work; beside the first.
-
-    A layer at work (`layer_backward`) holds what it kept, so that is not to be counted twice.
-    """
-    settings, num_layers = load.settings, load.shape.num_layers
-    every, full = settings.checkpoint_every, layer_kept(load)
-    boundary, tables = layer_boundary(load), positions_and_mask(load)
-    if settings.offload == "all":
-        waiting = min(full, load.a * load.N * (5 * widest_mlp(load) + 2 * load.shape.width))
-        return waiting + tables, waiting, tables
-    if settings.slice_tokens:
-        return _kept_streamed(load)
-    if not every:
-        # Frozen embeddings need no gradient, so the first norm of all keeps nothing.
-        unneeded = 0 if load.trains_all else norm_kept(load, load.shape.width, num_scales=1)
-        return num_layers * full - unneeded + tables, full, tables
-    is_away = settings.offload == "boundaries"
-    count = -(-num_layers // every)
-    stay = min(count, settings.offload_keep) if is_away else count
-    everything = stay * boundary + count * kept_despite(load) + (num_layers - count) * full + tables
-    is_last_plain = (num_layers - 1) % every != 0
-    # In float32, and by fused kernels, the input that was held is the tensor that the first norm keeps.
-    keeps_input = not load.is_half or load.is_fused
-    shared = boundary if stay and keeps_input else 0
-    of_first = boundary if stay == count and keeps_input else 0
-    return everything - shared, full - shared if is_last_plain else 0, boundary + tables - of_first
-
-
-def _kept_streamed(load: Workload) -> tuple[int, int, int]:
-    """The same where every layer goes over the row in slices: its input is all that it keeps.
-
-    What waits on the host is there while it is used.
-    """
-    settings, count = load.settings, load.shape.num_layers
-    boundary, tables = layer_boundary(load), positions_and_mask(load)
-    if settings.offload == "none":
-        return count * boundary + tables, 0, boundary + tables
-    return max(1, min(count, settings.offload_keep)) * boundary + tables, 0, boundary + tables

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from memtrain.memory.estimate.auxiliary_models import RewardShape, with_beside
 from memtrain.memory.estimate.host_memory import host_bytes, host_shortage
 from memtrain.memory.estimate.host_phases import Owners, highest, host_phases
-from memtrain.memory.estimate.peaks import estimate, kept_bytes
+from memtrain.memory.estimate.kept import kept_bytes
+from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.step_time import step_time
 from memtrain.memory.estimate.teachers import TeacherShape, teacher_load

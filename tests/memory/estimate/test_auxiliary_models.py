@@ -1,7 +1,8 @@
 """A value model beside the policy, by hand: what it adds to which moment of a step."""
 
 from memtrain.memory.estimate.auxiliary_models import STEPS, headless, value_model, with_beside
-from memtrain.memory.estimate.peaks import estimate, kept_bytes
+from memtrain.memory.estimate.kept import kept_bytes
+from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import shape_of
 

@@ -24,6 +24,7 @@ from memtrain.memory.estimate.activations import (
     positions_and_mask,
 )
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
+from memtrain.memory.estimate.kept import Kept
 from memtrain.memory.estimate.sharded.sharding import GATHERED, Group, Groups, groups
 from memtrain.memory.estimate.static import gradient_bytes, trains_head
 from memtrain.memory.estimate.streamed_layers import (
@@ -52,7 +53,7 @@ class Turn(NamedTuple):
 
 
 def fsdp_moments(
-    load: Workload, resting: Mapping[str, int], kept: tuple[int, int, int], *, holds: bool, asked: int
+    load: Workload, resting: Mapping[str, int], kept: Kept, *, holds: bool, asked: int
 ) -> list[Moment]:
     """The moments of forward and backward passes at which memory can be highest.
 
@@ -94,9 +95,9 @@ def pass_moments(load: Workload, resting: Mapping[str, int]) -> list[Moment]:
     ]
 
 
-def _forward(load: Workload, cut: Groups, rest: Moment, kept: tuple[int, int, int]) -> list[Moment]:
+def _forward(load: Workload, cut: Groups, rest: Moment, kept: Kept) -> list[Moment]:
     """Moments of gathered groups: the first layer, another one, the head."""
-    everything, of_last, _ = kept
+    everything, of_last, *_ = kept
     outer = GATHERED * cut.root.weights + cut.embedding.weights
     first = max(GATHERED * cut.embedding.weights, outer + GATHERED * cut.layer.weights)
     layer = cut.root.weights + (GATHERED + 1) * cut.layer.weights
@@ -109,10 +110,10 @@ def _forward(load: Workload, cut: Groups, rest: Moment, kept: tuple[int, int, in
     ]
 
 
-def _loss(load: Workload, cut: Groups, rest: Moment, kept: tuple[int, int, int], asked: int) -> list[Moment]:
+def _loss(load: Workload, cut: Groups, rest: Moment, kept: Kept, asked: int) -> list[Moment]:
     """The head and the final norm, both ways."""
     head, boundary = head_bytes(load, trains_head=trains_head(load.settings)), layer_boundary(load)
-    loss = rest | {"activations": kept[0] + head.norm}
+    loss = rest | {"activations": kept.at_loss + head.norm}
     # A tied head has the backbone's turn: the last layer is on its way while the loss goes back.
     ahead = 0 if cut.head.weights else cut.layer.weights
     read = cut.root.weights + GATHERED * max(cut.layer.weights, cut.head.weights)
@@ -152,9 +153,9 @@ def _in_head(cut: Groups) -> int:
     return cut.root.weights + (GATHERED * cut.head.weights or cut.layer.weights)
 
 
-def _turns(load: Workload, cut: Groups, own: int, kept: tuple[int, int, int]) -> list[Turn]:
+def _turns(load: Workload, cut: Groups, own: int, kept: Kept) -> list[Turn]:
     """The last layer, the layer below, and the first: kept bytes shrink, bytes on their way change."""
-    everything, of_last, first = kept
+    everything, of_last, first, _ = kept
     num_layers, every = load.shape.num_layers, load.settings.checkpoint_every
     after_head = _part(load, cut.head.gradients)
     after_all = own - _part(load, cut.layer.gradients + cut.embedding.gradients + cut.root.gradients)
@@ -162,16 +163,12 @@ def _turns(load: Workload, cut: Groups, own: int, kept: tuple[int, int, int]) ->
     is_streamed = load.settings.slice_tokens > 0
     is_plain = not is_streamed and (not every or (num_layers - 2) % every != 0)
     below = everything - (of_last or layer_boundary(load)) - (layer_kept(load) if is_plain else 0)
-    # A layer's input that waits on the host is fetched while the one above is at work; a streamed one's is
-    # fetched when its turn comes.
-    is_ahead = load.settings.offload == "boundaries" and not is_streamed
-    fetched = layer_boundary(load) if is_ahead else 0
     backward = sum(streamed_backward(load).values()) if is_streamed else layer_backward(load)
     # A frozen embedding needs no gradient, so the first norm of all keeps nothing.
     unneeded = 0 if load.trains_all or is_streamed else norm_kept(load, load.shape.width, num_scales=1)
-    turns = [Turn(everything - of_last + fetched, after_head, cut.head.sent, cut.layer.weights, backward)]
+    turns = [Turn(everything - of_last, after_head, cut.head.sent, cut.layer.weights, backward)]
     if num_layers > 2:
-        below = max(first, below + fetched)
+        below = max(first, below)
         turns.append(Turn(below, after_last, cut.layer.sent, cut.layer.weights, backward))
     if num_layers > 1:
         outer = cut.embedding.weights

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from memtrain.memory.estimate.activations import layer_backward, norm_backward
 from memtrain.memory.estimate.head import head_bytes
+from memtrain.memory.estimate.kept import Kept
 from memtrain.memory.estimate.sharded.zero_config import bucket_of, stage_of
 from memtrain.memory.estimate.static import num_trained, static_bytes, trains_head, weights_bytes
 from memtrain.memory.estimate.workload import Workload
@@ -45,7 +46,7 @@ def zero_moments(
     load: Workload,
     resting: Mapping[str, int],
     last: Mapping[str, int],
-    kept: tuple[int, int, int],
+    kept: Kept,
     *,
     holds: bool,
 ) -> list[Moment]:
@@ -55,7 +56,7 @@ def zero_moments(
     step has several micro-batches, so gradients are there from the start of each.
     """
     settings, shape = load.settings, load.shape
-    everything, of_last, first = kept
+    everything, of_last, first, at_loss = kept
     head = head_bytes(load, trains_head=trains_head(settings))
     is_third, trains_all = stage_of(settings) == 3, settings.adapter is None
     part = _part(settings, shape)
@@ -71,7 +72,7 @@ def zero_moments(
     fresh = (2 * load.a * _matrix(shape) if is_third else layer) if trains_all else 0
     recomputed = layer if settings.checkpoint_every else load.a * _matrix(shape)
     rest: Moment = dict(resting) | {"reduce buffers": _bucket(settings, shape)}
-    forward = rest | {"gradients": before, "activations": everything + head.norm}
+    forward = rest | {"gradients": before, "activations": at_loss + head.norm}
     backward = rest | {"gradients": after + fresh, "recomputation": layer_backward(load)}
     backward |= {"gathered weights": recomputed if is_third else 0}
     seen = {"gathered weights": outer if is_third else 0}

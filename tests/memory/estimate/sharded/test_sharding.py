@@ -4,6 +4,7 @@ import pytest
 from narrow import NARROW
 
 from memtrain.errors import RecipeError
+from memtrain.memory.estimate.kept import Kept
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments
 from memtrain.memory.estimate.sharded.sharding import gathered, groups, share
@@ -80,13 +81,14 @@ def test_the_gradients_of_one_layer_at_a_time_are_whole(make_settings):
     """While the first layer goes back, of all others a rank keeps half; no moment has all gradients whole."""
     settings = make_settings(num_processes=2, engine="fsdp2", checkpoint_every=1)
     shape, batch = shape_of(TINY), HeaviestBatch(1, 16, 16, 16)
-    moments = fsdp_moments(Workload(settings, shape, batch), {"weights": 0}, (0, 0, 0), holds=False, asked=0)
+    nothing = Kept(0, 0, 0, 0)
+    moments = fsdp_moments(Workload(settings, shape, batch), {"weights": 0}, nothing, holds=False, asked=0)
     last, first = 3200 // 2, (4 * LAYER + 3200 + 32) // 2
     found = [moment["gradients"] for moment in moments if "recomputation" in moment]
     largest = 4 * 128
     assert found == [last + largest, first + largest]
     assert max(moment["gradients"] for moment in moments) < 4 * WHOLE
-    holding = fsdp_moments(Workload(settings, shape, batch), {"weights": 0}, (0, 0, 0), holds=True, asked=0)
+    holding = fsdp_moments(Workload(settings, shape, batch), {"weights": 0}, nothing, holds=True, asked=0)
     part = -(-4 * WHOLE // 2)
     assert {moment["gradients"] for moment in holding if "recomputation" in moment} == {part + largest}
 

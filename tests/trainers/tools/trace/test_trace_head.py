@@ -1,0 +1,43 @@
+"""The moments of the head and the loss, which few traced recipes have as their highest, against traces."""
+
+from dataclasses import replace
+
+import pytest
+from sampled import sampled
+from trace_cases import EVERY, FUSED, HALF, LLAMA, LORA, sft
+
+from memtrain.memory.estimate.peaks import step_moments, total
+from memtrain.memory.estimate.workload import HeadOutput, HeaviestBatch, Workload
+from memtrain.memory.model_shape.shape import shape_of
+from memtrain.trainers.tools.trace.extrapolate import named_owners
+from memtrain.trainers.tools.trace.trace import trace
+
+CUDA = {"device": "cuda", "attention": "torch_varlen"}
+ADAPTED = {"adapter": LORA}
+KINDS = {
+    "float32": EVERY,
+    "float32, LoRA": EVERY | ADAPTED,
+    "float32, nothing recomputed": {},
+    "bfloat16, inputs on the host": EVERY | HALF | CUDA | {"offload": "boundaries"},
+    "float32, one input stays": EVERY | CUDA | {"offload": "boundaries", "offload_keep": 1},
+    "fused": FUSED | EVERY,
+    "fused, LoRA": FUSED | EVERY | ADAPTED,
+    "fused, LoRA, on a GPU": FUSED | EVERY | ADAPTED | CUDA,
+    "weights on the host": EVERY | HALF | CUDA | {"weights_offload": True},
+}
+HIDDEN = 0.1
+"""Of one hidden state, what the arithmetic may be off: norms' weights and tokens' statistics are rounded."""
+
+
+@pytest.mark.parametrize("name", sampled(list(KINDS)))
+def test_the_moments_of_the_loss_and_the_last_layer_are_those_of_the_trace(name):
+    case = sft(LLAMA | {"vocab_size": 4096}, KINDS[name])
+    case = replace(case, batch=HeaviestBatch(rows=4, tokens=2048, scored_tokens=1900, longest=700))
+    load = Workload(case.settings, shape_of(case.config), case.batch._replace(asks=HeadOutput.NLL))
+    # The batch of a trace is made beforehand.
+    reported = [total(one) - one["batch"] for one in step_moments(load, has_state=True, accumulates=False)]
+    seen = {part: sum(owners.values()) for part, owners in named_owners(trace(case.job).recorder).items()}
+    hidden = load.a * load.N * load.shape.width
+    of_loss, of_layer = max(reported[2:7]), reported[7]
+    assert of_loss == pytest.approx(seen["steady step.head"], rel=0, abs=HIDDEN * hidden)
+    assert of_layer == pytest.approx(seen["steady step.backward.last"], rel=0, abs=HIDDEN * hidden)
