@@ -133,8 +133,9 @@ class Case:
         taught = teacher_load(self.settings, shape, self.recipe.taught, teacher, batch)
         batch = batch._replace(teacher=taught)
         load = Workload(self.settings, shape, batch)
-        reported = estimate(self.settings, shape, batch, accumulates=self.num_micro_batches > 1)
-        reported = with_beside(reported, load, kept_bytes(load), self.rewards)
+        several = self.num_micro_batches > 1
+        reported = estimate(self.settings, shape, batch, accumulates=several)
+        reported = with_beside(reported, load, kept_bytes(load), self.rewards, accumulates=several)
         if uses_zero(self.settings):
             # What is gathered to be written is not part of a step.
             reported = reported.model_copy(

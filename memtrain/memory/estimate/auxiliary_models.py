@@ -79,13 +79,19 @@ def headless(shape: ModelShape) -> ModelShape:
 
 
 def with_beside(
-    prediction: Prediction, load: Workload, activations: int, rewards: Sequence[RewardShape]
+    prediction: Prediction,
+    load: Workload,
+    activations: int,
+    rewards: Sequence[RewardShape],
+    *,
+    accumulates: bool = True,
 ) -> Prediction:
     """The prediction with the bytes of the models beside the policy in every phase.
 
     A value model of its own holds weights, gradients, optimizer states and (in a step) as many activations
     as the policy keeps, which are there while the policy's backward pass runs. One that shares the policy's
     trunk is a row of numbers, and not counted. `activations`: bytes that the policy's layers keep.
+    `accumulates`: see `estimate`.
     Source: derived from the order of autograd, later parts first; held against measured peaks by
     tests/runs/test_online_pairs.py.
     """
@@ -95,18 +101,23 @@ def with_beside(
 
     def added(phase: PhasePeak) -> dict[str, int]:
         passes = any(owned.owner == "activations" for owned in phase.owners)
-        return {"reward models": judges} | value_model(load, activations, phase.phase, passes=passes)
+        return {"reward models": judges} | value_model(
+            load, activations, phase.phase, passes=passes, accumulates=accumulates
+        )
 
     return prediction.model_copy(
         update={"phases": tuple(_with(phase, added(phase)) for phase in prediction.phases)}
     )
 
 
-def value_model(load: Workload, activations: int, phase: str, *, passes: bool) -> dict[str, int]:
+def value_model(
+    load: Workload, activations: int, phase: str, *, passes: bool, accumulates: bool = True
+) -> dict[str, int]:
     """Bytes that a value model of its own adds to a moment of a phase; nothing where there is none.
 
     `passes`: activations are held then: in the update of a step there are none, and in the first step there
-    are no states before it.
+    are no states before it. Its backward pass comes after the policy's: of a single micro-batch its gradients
+    are not there while the policy's activations are.
     """
     if load.settings.value != "own":
         return {}
@@ -121,6 +132,8 @@ def value_model(load: Workload, activations: int, phase: str, *, passes: bool) -
     engine = load.settings.engine if load.settings.num_processes > 1 else "ddp"
     gradients = gradient_bytes(load.settings, headless(load.shape), accumulates=True)
     made = gradients * {"zero2": 2, "zero3": 0}.get(engine, 1)
+    if passes and not accumulates and engine == "ddp":
+        made = 0
     held = gradients if engine == "zero3" and phase != "load" else 0
     is_before = phase == "load" or (phase == STEPS[0] and passes)
     states = 0 if is_before else static.optimizer + static.master

@@ -91,7 +91,8 @@ def estimate(
 
     def whole(phase: str, moment: Moment) -> int:
         passes = moment.get("activations", 0) > 0
-        return total(moment) + sum(value_model(load, waiting, phase, passes=passes).values())
+        beside = value_model(load, waiting, phase, passes=passes, accumulates=accumulates)
+        return total(moment) + sum(beside.values())
 
     highest = (
         phase_peak(name, max(moments, key=lambda moment: whole(name, moment)))

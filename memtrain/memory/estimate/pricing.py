@@ -116,8 +116,9 @@ def predict(settings: Settings, facts: PlannerInputs, batch: HeaviestBatch | Non
     """The peaks of every phase for a micro-batch; of itself the heaviest of the data."""
     batch = batch or heaviest(settings, facts)
     load = Workload(settings, facts.shape, batch)
-    estimated = estimate(settings, facts.shape, batch, accumulates=may_accumulate(settings, facts))
-    made = with_beside(estimated, load, kept_bytes(load), facts.rewards)
+    accumulates = may_accumulate(settings, facts)
+    estimated = estimate(settings, facts.shape, batch, accumulates=accumulates)
+    made = with_beside(estimated, load, kept_bytes(load), facts.rewards, accumulates=accumulates)
     if not facts.history.ratios:
         return made
     kind = kind_of_run(settings, facts.shape, facts.method)

@@ -28,6 +28,11 @@ def test_a_value_model_of_its_own_has_states_from_the_first_update_on(make_setti
     }
     updated = {"value model": 3 * weights, "value model's step": weights}
     assert value_model(load, 1000, STEPS[0], passes=False) == updated
+    # Its backward pass comes after the policy's.
+    alone = value_model(load, 1000, STEPS[0], passes=True, accumulates=False)["value model's step"]
+    several = value_model(load, 1000, STEPS[0], passes=True)["value model's step"]
+    assert several - alone == updated["value model's step"]
+    assert value_model(load, 1000, STEPS[0], passes=False, accumulates=False) == updated
     assert value_model(load, 1000, "saving", passes=False) == {"value model": 3 * weights}
     assert value_model(load_of(make_settings, value="shared"), 1000, STEPS[0], passes=True) == {}
 
