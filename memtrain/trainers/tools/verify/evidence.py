@@ -255,7 +255,7 @@ def offloader_of(built: Built) -> Offloader | None:
     for layer in built.model.modules():
         run: Callable[..., Any] | None = getattr(layer, "_gradient_checkpointing_func", None)
         forward = vars(layer).get("forward")
-        streamed = forward.hooks if isinstance(forward, StreamedForward) else None
+        streamed = forward.leaving if isinstance(forward, StreamedForward) else None
         for owner in (getattr(one, "__self__", None) for one in (run, streamed)):
             if isinstance(owner, Offloader):
                 return owner
