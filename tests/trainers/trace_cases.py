@@ -413,6 +413,7 @@ ARCHITECTURES = {
         **EXPERTS,
     ),
     "mixtral": arch("mixtral", sliding_window=None, **EXPERTS),
+    "mixtral, bfloat16": arch("mixtral", HALF, sliding_window=None, **EXPERTS),
     "qwen3_moe, evened": arch("qwen3_moe", EVENED, head_dim=32, moe_intermediate_size=96, **EXPERTS),
     "gpt_oss": sft(GPT_OSS, HALF),
     "gpt_oss, LoRA, checkpointed": sft(GPT_OSS, HALF | EVERY | {"adapter": LORA}),

@@ -68,5 +68,8 @@ def experts_backward(load: Workload) -> int:
     if experts is None:
         return 0
     is_adapted = any(stack_ranks(load).values())
+    is_own = is_adapted or load.settings.quantize != "none"
+    if experts.weights_in_float32 and load.is_half and not is_own:
+        return 3 * 4 * load.N * experts.num_per_token * load.shape.width
     copies = 1.0 if is_adapted else 2.0 if load.trains_all or load.settings.quantize != "none" else 2.5
     return round(copies * load.a * load.N * experts.num_per_token * load.shape.width)

@@ -40,21 +40,65 @@ CLAMPED_EXPERTS = ("gpt_oss",)
 Source: transformers 5.23, modeling_gpt_oss.py, `_apply_gate`."""
 
 
+FLOAT32_ROUTED = frozenset(
+    (
+        "afmoe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "dots1",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "hunyuan_v1_moe",
+        "minimax_m2",
+        "mixtral",
+    )
+)
+"""Model types whose routers weight the experts' outputs in float32: they are multiplied and summed in it.
+
+Source: transformers 5.23, seen in a bfloat16 pass of each (tests/memory/model_shape/test_mixtures.py)."""
+
+
+def head_dim_of(config: Mapping[str, Any]) -> int | None:
+    """Numbers of a head's query and key; None where the configuration does not say.
+
+    Latent attention has a part with positions and one without. Its values are padded to as many.
+    Source: arXiv:2405.04434, section 2.1.3.
+    """
+    parts = config.get("qk_nope_head_dim"), config.get("qk_rope_head_dim")
+    if all(parts):
+        return sum(int(part or 0) for part in parts)
+    if config.get("head_dim"):
+        return int(config["head_dim"])
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    return int(width) // int(heads) if width and heads else None
+
+
 def experts_of(config: Mapping[str, Any]) -> Experts | None:
     """The mixture of experts of a layer; None where there is none."""
     count = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
     if not count or int(count) < 2:
         return None
     width = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
-    is_clamped = config.get("model_type") in CLAMPED_EXPERTS
-    return Experts(int(count), int(config.get("num_experts_per_tok") or 2), int(width), is_clamped)
+    kind = config.get("model_type")
+    return Experts(
+        int(count),
+        int(config.get("num_experts_per_tok") or 2),
+        int(width),
+        is_clamped=kind in CLAMPED_EXPERTS,
+        weights_in_float32=kind in FLOAT32_ROUTED,
+    )
 
 
 def num_expert_layers_of(config: Mapping[str, Any], num_layers: int) -> int:
     """Layers whose MLP is a mixture of experts."""
+    return sum(has_experts_at(config, layer) for layer in range(num_layers))
+
+
+def has_experts_at(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether the MLP of a layer of a mixture is its experts, and not a dense one."""
     dense: Any = config.get("mlp_only_layers") or ()
     step, first = int(config.get("decoder_sparse_step") or 1), int(config.get("first_k_dense_replace") or 0)
-    return sum(1 for layer in range(first, num_layers) if layer not in dense and (layer + 1) % step == 0)
+    return layer >= first and layer not in dense and (layer + 1) % step == 0
 
 
 def window_of(

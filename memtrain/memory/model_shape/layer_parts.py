@@ -51,6 +51,8 @@ class Experts:
     is_clamped: bool = False
     """Gate and up are clamped before the one is activated and one is added to the other: each step is kept
     for the backward pass, and a bias of its own is picked for every token."""
+    weights_in_float32: bool = False
+    """The router's weights are float32, and so are the products with the experts' outputs."""
 
     def num_parameters(self, width: int) -> int:
         """Router, gates, up and down projections."""

@@ -11,7 +11,13 @@ from typing import Any, Literal
 
 from memtrain.errors import RecipeError
 from memtrain.memory.model_shape.config_names import canonical
-from memtrain.memory.model_shape.config_parts import experts_of, linears_of, num_expert_layers_of, window_of
+from memtrain.memory.model_shape.config_parts import (
+    experts_of,
+    head_dim_of,
+    linears_of,
+    num_expert_layers_of,
+    window_of,
+)
 from memtrain.memory.model_shape.families import FAMILIES, Family
 from memtrain.memory.model_shape.layer_parts import (
     EXPERTS_IN_ALL_LINEAR,
@@ -322,7 +328,7 @@ def shape_of(
             "a decoder has hidden_size, num_attention_heads, num_hidden_layers and vocab_size",
         ) from None
     kv_heads = int(known.get("num_key_value_heads") or heads)
-    head_dim = int(known.get("head_dim") or width // heads)
+    head_dim = head_dim_of(known) or width // heads
     window, num_sliding = window_of(model_type, family, known, layers)
     experts = experts_of(known)
     linears = linears_of(family, known, width, heads * head_dim, kv_heads * head_dim, mlp_width)

@@ -9,6 +9,7 @@ from typing import cast
 
 from memtrain.errors import Fault, RecipeError
 from memtrain.memory.model_shape.config_names import canonical
+from memtrain.memory.model_shape.config_parts import head_dim_of
 from memtrain.memory.model_shape.length_rules import layer_kinds, length_rules
 from memtrain.memory.rules.tested_models import PACKING_TESTED_MODELS
 
@@ -230,7 +231,7 @@ def model_facts(config: Mapping[str, object]) -> dict[str, object]:
         key for key in ("ssm_cfg", "mamba_d_state", "state_size", "linear_num_value_heads") if config.get(key)
     }
     return {
-        "head_dim": _head_dim(config),
+        "head_dim": head_dim_of(config),
         "sliding_window_tokens": reach.get("window"),
         "chunk_tokens": reach.get("chunk"),
         "top_keys_tokens": reach.get("top_keys"),
@@ -249,14 +250,6 @@ PLAIN_LAYERS = frozenset(
 
 MODELS_WITH_SINKS = ("gpt_oss",)
 """Sinks are weights and no key of the configuration; the self-check finds those not named here."""
-
-
-def _head_dim(config: Mapping[str, object]) -> int | None:
-    head_dim = _positive(config, "head_dim")
-    hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
-    if head_dim:
-        return int(head_dim)
-    return int(hidden // heads) if hidden and heads else None
 
 
 def _positive(config: Mapping[str, object], key: str) -> float | None:

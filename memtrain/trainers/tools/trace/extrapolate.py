@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memtrain.memory.model_shape.config_names import canonical
+from memtrain.memory.model_shape.config_parts import has_experts_at
 from memtrain.memory.plan.plan import Owned, PhasePeak
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.memory_meter.live_tensors import Recorder
@@ -38,8 +39,9 @@ class Traced:
 def predict_by_trace(job: Job, *, is_whole: bool = False) -> Traced:
     """The peak of each phase with its owners, and the bytes on the host."""
     depth = num_layers(job)
-    period = math.lcm(max(1, job.settings.checkpoint_every), kinds_period(job.config))
-    depths = None if is_whole else shallow_depths(depth, period, num_staying(job.settings))
+    leading, repeats = kinds_repeat(job.config)
+    period = math.lcm(max(1, job.settings.checkpoint_every), repeats)
+    depths = None if is_whole else shallow_depths(depth, period, num_staying(job.settings), leading)
     if depths is None:
         found = trace(job)
         return Traced(phases_of(named_owners(found.recorder)), found.host, found.recorder)
@@ -55,15 +57,24 @@ def num_layers(job: Job) -> int:
     return int(canonical(config)["num_hidden_layers"])
 
 
-def kinds_period(config: Mapping[str, Any]) -> int:
-    """After how many layers their kinds repeat (sliding and full attention, dense and expert layers)."""
+def kinds_repeat(config: Mapping[str, Any]) -> tuple[int, int]:
+    """(leading layers of kinds of their own, layers after which kinds repeat from there on).
+
+    Kinds: sliding and full attention, layers with and without positions, dense MLPs and experts. The period
+    is the depth where nothing repeats.
+    """
     known = make_config(config).get_text_config()
-    lists = (getattr(known, name, None) for name in KINDS)
-    return math.lcm(*(_period(kinds) for kinds in lists if isinstance(kinds, list) and kinds))
+    depth, named = int(known.num_hidden_layers), known.to_dict()
+    lists = [kinds for name in KINDS if isinstance(kinds := getattr(known, name, None), list) and kinds]
+    kinds = [(has_experts_at(named, at), *(str(one[at]) for one in lists)) for at in range(depth)]
+    found = ((first, period) for period in range(1, depth + 1) for first in (_leading(kinds, period),))
+    return min(found, key=lambda one: (sum(one), one))
 
 
-def _period(kinds: list[str]) -> int:
-    return next(p for p in range(1, len(kinds) + 1) if kinds[p:] == kinds[: len(kinds) - p])
+def _leading(kinds: list[Any], period: int) -> int:
+    """Layers before the first from which on each has the kind of the layer a period later."""
+    differing = (at + 1 for at in reversed(range(len(kinds) - period)) if kinds[at] != kinds[at + period])
+    return next(differing, 0)
 
 
 def num_staying(settings: Settings) -> int:
@@ -76,12 +87,12 @@ def num_staying(settings: Settings) -> int:
     return (settings.offload_keep + 1) * max(1, settings.checkpoint_every)
 
 
-def shallow_depths(depth: int, period: int, num_staying: int = 0) -> tuple[int, int] | None:
+def shallow_depths(depth: int, period: int, num_staying: int = 0, leading: int = 0) -> tuple[int, int] | None:
     """Two depths with every kind of layer, which repeat as in `depth`; None: tracing all is cheaper.
 
-    `num_staying`: layers of another kind at the end, as many whatever the depth.
+    `num_staying`, `leading`: layers of other kinds at the end and the beginning, as many whatever the depth.
     """
-    least = max(FEWEST + num_staying, period)
+    least = max(FEWEST + num_staying, period) + leading
     low = least + (depth - least) % period
     high = low + period
     return (low, high) if high < depth else None

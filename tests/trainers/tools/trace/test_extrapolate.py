@@ -1,0 +1,46 @@
+"""Depths that stand for a deep model, by the kinds of its layers."""
+
+from dataclasses import replace
+
+import pytest
+from trace_cases import CASES, EXPERTS, SMALL
+
+from memtrain.trainers.tools.trace.extrapolate import kinds_repeat, predict_by_trace, shallow_depths
+
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
+LATENT |= {"v_head_dim": 32, "n_group": 1, "topk_group": 1, "n_routed_experts": 8, "n_shared_experts": 1}
+DEEPSEEK = SMALL | EXPERTS | LATENT | {"model_type": "deepseek_v3", "moe_intermediate_size": 64}
+QWEN_MOE = SMALL | EXPERTS | {"model_type": "qwen3_moe", "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (SMALL, (0, 1)),
+        (SMALL | {"model_type": "gemma3_text"}, (0, 6)),
+        (SMALL | EXPERTS | {"model_type": "gpt_oss"}, (0, 2)),
+        (DEEPSEEK | {"first_k_dense_replace": 3}, (3, 1)),
+        (QWEN_MOE | {"mlp_only_layers": [0, 5]}, (6, 1)),
+        (QWEN_MOE | {"decoder_sparse_step": 2}, (0, 2)),
+    ],
+)
+def test_layers_repeat_after_those_of_kinds_of_their_own(config, found):
+    assert kinds_repeat(config | {"num_hidden_layers": 24}) == found
+
+
+def test_depths_hold_the_leading_layers_and_one_period_more():
+    assert shallow_depths(61, 1, leading=3) == (6, 7)
+    assert shallow_depths(62, 6, leading=3) == (14, 20)
+    assert shallow_depths(8, 1, leading=6) is None
+
+
+def test_a_mixture_with_leading_dense_layers_is_traced_shallow_as_whole():
+    """DeepSeek-V3's first three layers are dense: models of three and four layers showed its experts' layers
+    as the difference of one of each."""
+    config = DEEPSEEK | {"first_k_dense_replace": 3, "num_hidden_layers": 9}
+    job = replace(CASES["mixtral"], config=config).job
+    guessed, whole = predict_by_trace(job), predict_by_trace(job, is_whole=True)
+    assert guessed.recorder is not whole.recorder
+    assert [one.num_bytes for one in guessed.phases] == pytest.approx(
+        [one.num_bytes for one in whole.phases], rel=0.0005
+    )
