@@ -461,6 +461,7 @@ LIGER = {
     "Liger, checkpointed": sft(QWEN, KERNELS | EVERY, 2),
     "Liger's loss": sft(LLAMA, ON_GPU | LOSS),
     "Liger and its loss, LoRA": sft(QWEN, KERNELS | LOSS | HALF | {"adapter": LORA}),
+    "Liger, LoRA, checkpointed": sft(LLAMA, KERNELS | HALF | EVERY | {"adapter": LORA}),
     "Liger, dpo, a copy": Case("dpo", LLAMA, KERNELS | {"reference": "copy"} | EVERY | SHARED),
     "Liger, experts, LoRA": arch(
         "qwen3_moe",

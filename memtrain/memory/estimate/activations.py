@@ -136,7 +136,8 @@ def layer_backward(load: Workload) -> int:
     """
     if load.settings.quantize == "8bit" and load.shape.experts is None and not packs_itself(load.settings):
         return max(mlp_backward(load), attention_backward(load)) + dequantized(load)
-    return max(mlp_backward(load), attention_backward(load), unpacking_backward(load))
+    made = max(mlp_backward(load), attention_backward(load), unpacking_backward(load))
+    return max(made, recomputed_forward(load))
 
 
 def unpacking_backward(load: Workload) -> int:
@@ -169,15 +170,48 @@ def scratch_at_peak(load: Workload) -> int:
 def mlp_backward(load: Workload) -> int:
     """Bytes at the MLP's moment of a layer's backward pass.
 
-    The product's gradient has the product's place; where nothing kept that, fused kernels hold it besides.
+    The product's gradient has the product's place; where nothing kept that, it is there besides. Liger writes
+    gradients over the factors.
     """
     shape, N, a = load.shape, load.N, load.a
     experts = shape.experts
     width = max(shape.mlp_width, experts.num_per_token * experts.mlp_width if experts else 0)
-    factors = 1 if load.settings.liger else 2 + (load.is_fused and not _needs_product(load))
+    if load.settings.liger:
+        # Where the last map is adapted, gradients of its two products and their sum; its input is gone.
+        factors = 1 + (experts is None and load.settings.adapter is not None and _needs_product(load))
+    else:
+        is_frozen = experts is None and not _adapts(load, "down_proj")
+        factors = 2 + (not _needs_product(load) and (load.is_fused or is_frozen))
     made = a * N * (shape.width + factors * width) + experts_backward(load)
     made = max(made, a * N * shape.width + clamped_forward(load))
     return layer_kept(load) + made + _in_float(load, 16 * N * width)
+
+
+@once
+def recomputed_forward(load: Workload) -> int:
+    """Bytes at the end of a layer's recomputation where its weights come from the host: what it keeps, the
+    product that enters its last map, that map's output, and the gradient that comes in.
+
+    torch's own checkpointing stops at the last tensor that is kept.
+    """
+    if not load.settings.weights_offload or load.shape.experts is not None:
+        return 0
+    product = 0 if _needs_product(load) else load.shape.mlp_width
+    return layer_kept(load) + load.a * load.N * (product + 2 * load.shape.width)
+
+
+@once
+def after_mlp_backward(load: Workload) -> int:
+    """Bytes in a layer's backward pass when the gradients of its MLP's weights are there.
+
+    What the MLP kept is gone; gradients of its factors and of its input stay, of experts for every copy of a
+    token.
+    """
+    shape, experts = load.shape, load.shape.experts
+    width = 2 * shape.mlp_width + 3 * shape.width
+    if experts is not None:
+        width = 2 * experts.num_per_token * (shape.width + experts.mlp_width) + shape.width
+    return layer_kept(load) - mlp_kept(load) + load.a * load.N * width
 
 
 @once

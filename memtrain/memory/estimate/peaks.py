@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import (
     SCRATCH,
+    after_mlp_backward,
     layer_backward,
     layer_boundary,
     layer_kept,
@@ -159,6 +160,7 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
         resting | loss | {"gradients": made.after_loss, "logits": final_backward, "head's weight": 0},
         resting | {"gradients": made.in_last, "activations": held.everything - held.of_last} | inner,
         resting | {"gradients": made.in_first, "activations": held.beside_first} | inner,
+        *(resting | moment for moment in _middle_moments(load, made, inner)),
         resting
         | {"gradients": made.in_embedding, "activations": load.a * load.N * shape.width}
         | {"recomputation": made.arriving},
@@ -184,6 +186,8 @@ class _Gradients(NamedTuple):
     """Scratch to add the largest matrix's gradient, in every layer."""
     of_head: int = 0
     """Gradients of an untied head and of the rows that enter it, where the former is widened to be added."""
+    after_mlp: int = 0
+    """In a layer between when its MLP is through, where those of the layer before leave the device."""
 
 
 def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients:
@@ -202,7 +206,8 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
     if trains_away(settings):
         way = gradients_on_the_way(settings, shape, size)
         stays = way.stays if accumulates else 0
-        return _Gradients(stays, way.stays, way.in_last, way.in_first, way.in_embedding, 0, way.stays, 0)
+        in_turn = way.in_last, way.in_first, way.in_embedding
+        return _Gradients(stays, way.stays, *in_turn, 0, way.stays, 0, after_mlp=way.after_mlp)
     embedding = load.a * shape.num_embedding if trains_all else 0
     own_embedding = size * shape.num_embedding if trains_all else 0
     weight = (load.a + widened) * shape.largest_linear if trains_all else 0
@@ -235,6 +240,22 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
     in_first = whole - own_embedding + (waiting if shape.tied else 0) - of_layer * size * trains_all
     in_embedding = whole - own_embedding + coming
     return _Gradients(0, waiting, waiting + weight, in_first, in_embedding, arriving, whole, 0)
+
+
+def _middle_moments(load: Workload, made: _Gradients, inner: Moment) -> list[Moment]:
+    """A layer between the last and the first, where gradients leave for the host: its own come while those of
+    the layer before are on their way, and inputs of all layers before it wait."""
+    if not trains_away(load.settings) or load.shape.num_layers < 3:
+        return []
+    held = kept(load)
+    beside = held.beside_first
+    if load.settings.offload == "none":
+        beside = max(beside, held.everything - held.of_last - layer_boundary(load))
+    moments: list[Moment] = [{"gradients": made.in_first, "activations": beside} | inner]
+    if not load.settings.slice_tokens and load.settings.adapter is None:
+        left = {"recomputation": after_mlp_backward(load), SCRATCH: 0}
+        moments.append({"gradients": made.after_mlp, "activations": beside} | left)
+    return moments
 
 
 def _in_forward(load: Workload) -> int:

@@ -130,9 +130,11 @@ class OnTheWay(NamedTuple):
     stays: int
     """Of weights that live on the device: the final norm's."""
     in_last: int
-    """In the last layer's turn, when its activations are highest: the first of its own, or all of experts."""
+    """In the last layer's turn, when its activations are highest: the first of its own."""
     in_first: int
     """In another's: these, and the gradients of the layer before on their way to the host."""
+    after_mlp: int
+    """In another's when its MLP is through: nearly all of its own, and those of the layer before."""
     in_embedding: int
     """At the end of a layer's turn, all of its own and those of the layer before; or the embedding's."""
 
@@ -154,13 +156,20 @@ def gradients_on_the_way(settings: Settings, shape: ModelShape, size: int) -> On
     own, whole = 0, 0
     if not settings.slice_tokens and settings.adapter is None:
         whole = at_home.trained
-        own = whole if shape.num_expert_layers else DTYPE_BYTES[settings.dtype] * shape.largest_linear
+        own = DTYPE_BYTES[settings.dtype] * _last_map(shape)
     return OnTheWay(
         stays=stays,
         in_last=stays + own,
         in_first=stays + own + at_home.trained,
+        after_mlp=stays + whole + at_home.trained,
         in_embedding=stays + at_home.trained + max(whole, at_home.embedding),
     )
+
+
+def _last_map(shape: ModelShape) -> int:
+    """Weights of the MLP's last map, the first of a layer whose gradient is made."""
+    stacks = [stack.num_weights for stack, _ in shape.stacks if stack.name == "down_proj"]
+    return max(shape.largest_linear, *stacks) if stacks else shape.largest_linear
 
 
 class Pass(NamedTuple):

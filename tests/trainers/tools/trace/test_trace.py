@@ -83,6 +83,7 @@ SCRATCH = {
     "streamed, sliding windows, bfloat16": (0.006, BLOCKS),
     "streamed, gpt-oss": (0.008, BLOCKS),
     "streamed, gpt-oss, LoRA": (0.002, BLOCKS),
+    "streamed, slices": (0.011, BLOCKS),
     "streamed, slices, tied": (0.011, BLOCKS),
     "streamed, slices, sliding windows": (0.004, EXCHANGE_AHEAD),
     "slices, checkpointed": (0.003, EXCHANGE_AHEAD),
