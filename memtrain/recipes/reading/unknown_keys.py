@@ -11,6 +11,7 @@ from memtrain.recipes.reading.renamed_keys import IN_SECTION, RENAMED_KEYS
 from memtrain.recipes.reading.yaml_tree import Path, dotted
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import Section
+from memtrain.recipes.sections.data import Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,12 @@ class Unknown:
     meant: tuple[str, ...]
 
 
-def unknown_key(key: str, section: type[Section], path: Path) -> Unknown:
-    """Message about a key that `section`, at `path`, does not have."""
+def unknown_key(key: str, section: type[Section], path: Path, entry: object = None) -> Unknown:
+    """Message about a key that `section`, at `path`, does not have; `entry`: what stands there."""
     shown, legal = dotted((*path, key)), list(section.model_fields)
+    if section is Columns and entry in legal:
+        fix = f"the key is memtrain's name, and your column's stands after it: `{entry}: {key}`"
+        return Unknown(f"{shown}: unknown key", fix, ())
     here = dotted(tuple(part for part in (*path, key) if not isinstance(part, int)))
     old = IN_SECTION.get(here) or RENAMED_KEYS.get(key) or RENAMED_KEYS.get(key.lower().replace("-", "_"))
     if old is not None:

@@ -172,7 +172,10 @@ class _Checked:
                 if not (path == () and key in METHODS):
                     # Advice is a search over every key: past what is told of one recipe there is none.
                     is_reported = len(self.faults.found) < MOST_FAULTS
-                    unknown = unknown_key(key, section, path) if is_reported else Unknown(NOT_SHOWN, "", ())
+                    given = entry.node.value if isinstance(entry.node, Leaf) else None
+                    unknown = (
+                        unknown_key(key, section, path, given) if is_reported else Unknown(NOT_SHOWN, "", ())
+                    )
                     self.faults.add(unknown.what, entry.place, unknown.fix)
                     self.meant.update(unknown.meant)
                     self.unknown.add((*path, key))
