@@ -248,9 +248,7 @@ def _middle_moments(load: Workload, made: _Gradients, inner: Moment) -> list[Mom
     if not trains_away(load.settings) or load.shape.num_layers < 3:
         return []
     held = kept(load)
-    beside = held.beside_first
-    if load.settings.offload == "none":
-        beside = max(beside, held.everything - held.of_last - layer_boundary(load))
+    beside = max(held.beside_first, held.everything - held.of_last - layer_boundary(load))
     moments: list[Moment] = [{"gradients": made.in_first, "activations": beside} | inner]
     if not load.settings.slice_tokens and load.settings.adapter is None:
         left = {"recomputation": after_mlp_backward(load), SCRATCH: 0}

@@ -23,11 +23,12 @@ BATCH = HeaviestBatch(rows=8, tokens=4096, scored_tokens=512, longest=512)
     ("config", "changes", "names"),
     [
         (MIXTURE, FULL, NO_CLIP),
+        (MIXTURE, FULL | {"offload": "boundaries", "offload_keep": 12}, NO_CLIP),
         (LLAMA, FULL, NO_CLIP),
         (LLAMA, AWAY | ATTENTION, {}),
         (LLAMA, AWAY | {"adapter": Adapter(r=8)}, {}),
     ],
-    ids=["experts", "all weights", "LoRA of attention", "LoRA"],
+    ids=["experts", "half of the inputs away", "all weights", "LoRA of attention", "LoRA"],
 )
 def test_a_layer_between_others_is_counted(config, changes, names):
     """Its gradients, those of the layer before on their way to the host, and the inputs of all others."""
