@@ -215,6 +215,15 @@ def after_mlp_backward(load: Workload) -> int:
 
 
 @once
+def mlp_output_backward(load: Workload) -> int:
+    """Bytes at the MLP's last map in a layer's backward pass, where its weight's gradient is added:
+    everything kept, and the gradients of its output and of its input."""
+    shape, experts = load.shape, load.shape.experts
+    width = max(shape.mlp_width, experts.num_per_token * experts.mlp_width if experts else 0)
+    return layer_kept(load) + load.a * load.N * (shape.width + width) + experts_backward(load)
+
+
+@once
 def attention_backward(load: Workload) -> int:
     """Bytes at the attention's moment, the kernel's own scratch included."""
     shape, N, a = load.shape, load.N, load.a

@@ -15,6 +15,7 @@ from memtrain.memory.estimate.activations import (
     layer_backward,
     layer_boundary,
     layer_kept,
+    mlp_output_backward,
     norm_backward,
     positions_and_mask,
     scratch_at_peak,
@@ -141,7 +142,9 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
     held = kept(load)
     made = _gradients(load, head.weight_gradient, accumulates=accumulates and not settings.in_backward)
     is_away = settings.offload == "all"
-    backward = (offloaded_backward(load) if is_away else layer_backward(load)) + made.added
+    backward = offloaded_backward(load) + made.added if is_away else layer_backward(load)
+    if made.added and not is_away:
+        backward = max(backward, mlp_output_backward(load) + made.added)
     kernel = 0 if is_away else scratch_at_peak(load)
     inner, final_backward = {"recomputation": backward - kernel, SCRATCH: kernel}, norm_backward(load)
     if settings.slice_tokens:
