@@ -118,6 +118,7 @@ def facts_of(
         count_steps=_counter(recipe, shared),
         method=recipe.method,
         unshared=None if unshared is None else (unshared.profile, _counter(recipe, unshared)),
+        held_out=(shared.held_out, None if unshared is None else unshared.held_out),
         rewards=reward_shapes(recipe, config),
         taught=recipe.taught,
         teacher=teacher_shape(recipe),

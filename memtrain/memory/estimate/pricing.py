@@ -49,6 +49,8 @@ class PlannerInputs:
     method: str
     unshared: tuple[LengthProfile, CountSteps] | None = None
     """The same where a prompt is computed for each of its answers; None where rows have no answers."""
+    held_out: tuple[LengthProfile | None, LengthProfile | None] = (None, None)
+    """The rows of all evaluation sets; the same with a prompt for each answer. None where there are none."""
     presumed: frozenset[str] = frozenset()
     """Packages that the run's machine, another than this, is taken to have."""
     is_guessed: bool = False
@@ -119,10 +121,35 @@ def predict(settings: Settings, facts: PlannerInputs, batch: HeaviestBatch | Non
     accumulates = may_accumulate(settings, facts)
     estimated = estimate(settings, facts.shape, batch, accumulates=accumulates)
     made = with_beside(estimated, load, kept_bytes(load), facts.rewards, accumulates=accumulates)
+    made = _with_held_out(made, settings, facts, batch)
     if not facts.history.ratios:
         return made
     kind = kind_of_run(settings, facts.shape, facts.method)
     return made.model_copy(update={"correction_bytes": facts.history.correction(kind, made.peak.num_bytes)})
+
+
+def _with_held_out(
+    made: Prediction, settings: Settings, facts: PlannerInputs, batch: HeaviestBatch
+) -> Prediction:
+    """The prediction with the evaluation of held-out rows where these are heavier than those of training."""
+    shared, apart = facts.held_out
+    profile = apart if apart is not None and not settings.shared_prompts else shared
+    if profile is None or METHODS[facts.method].is_online:
+        return made
+    heavier = heaviest(settings, replace(facts, profile=profile, unshared=None))
+    if all(new <= old for new, old in zip(heavier[:4], batch[:4], strict=True)):
+        return made
+    estimated = estimate(settings, facts.shape, heavier)
+    load = Workload(settings, facts.shape, heavier)
+    beside = with_beside(estimated, load, kept_bytes(load), facts.rewards)
+    of_held_out = {phase.phase: phase for phase in beside.phases}
+    phases = tuple(
+        max(phase, of_held_out[phase.phase], key=lambda one: one.num_bytes)
+        if phase.phase == "evaluation"
+        else phase
+        for phase in made.phases
+    )
+    return made.model_copy(update={"phases": phases})
 
 
 def may_accumulate(settings: Settings, facts: PlannerInputs) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -44,6 +44,8 @@ class LaidEpochs:
     profile: LengthProfile
     epoch_ptr: Ints
     """[E + 1] where each epoch begins."""
+    held_out: LengthProfile | None = None
+    """Of all evaluation sets; None where there are none."""
 
 
 def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) -> LaidEpochs:
@@ -67,11 +69,12 @@ def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) ->
     held = held_out_of(recipe, data, store, chosen)
     if held is None:
         return laid
-    for name, rows in zip(recipe.data.eval_sets or ("",), held.sets, strict=True):
-        if not lay(held.store, rows, recipe, shares_prompts).profile.report.num_sequences:
+    profiles = [lay(held.store, rows, recipe, shares_prompts).profile for rows in held.sets]
+    for name, rows, profile in zip(recipe.data.eval_sets or ("",), held.sets, profiles, strict=True):
+        if not profile.report.num_sequences:
             of_set = f" of data.eval.{name}" if name else ""
             raise DataError(*_none_left(rows, recipe, f"held-out rows{of_set}"))
-    return laid
+    return replace(laid, held_out=joined_profile(profiles))
 
 
 @dataclass(frozen=True, slots=True)
