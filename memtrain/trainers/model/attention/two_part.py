@@ -170,6 +170,6 @@ def merge_rows(
     own_weight_TH1 = (own_lse_HT - merged_lse_HT).exp().t()[..., None]
     other_weight_TH1 = (other_lse_HT - merged_lse_HT).exp().t()[..., None]
     merged_THD = other_out_THD.to(lse_HT.dtype).mul_(other_weight_TH1)
-    merged_THD = torch.addcmul(merged_THD, out_THD[rows].to(lse_HT.dtype), own_weight_TH1)
+    merged_THD.addcmul_(out_THD[rows].to(lse_HT.dtype), own_weight_TH1)
     out_THD[rows] = merged_THD.to(out_THD.dtype)
     lse_HT[:, rows] = merged_lse_HT
