@@ -89,7 +89,7 @@ def pass_moments(load: Workload, resting: Mapping[str, int]) -> list[Moment]:
     scores = head_bytes(load, trains_head=trains_head(load.settings)).evaluation
     layer = {"activations": forward_of_layer(load) + positions_and_mask(load)}
     return [
-        *_forward(load, cut, base, (0, 0, 0)),
+        *_forward(load, cut, base, Kept(0, 0, 0, 0)),
         base | layer | {"gathered weights": cut.root.weights + GATHERED * cut.layer.weights},
         base | {"gathered weights": _in_head(cut), "logits": scores},
     ]
