@@ -23,7 +23,7 @@ from memtrain.memory.estimate.static import needed, overhead
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.explain.reasons import gains, left_out
 from memtrain.memory.generation.rollout_time import RolloutTime, rollout_time
-from memtrain.memory.generation.vllm import longest_prompt
+from memtrain.memory.generation.vllm import longest_read
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.plan.engine_kinds import uses_zero
@@ -288,7 +288,7 @@ def judges_of(resolved: Resolved) -> tuple[RewardModelJob, ...]:
     if not facts.rewards:
         return ()
     return reward_model_jobs(
-        facts.rewards, longest_prompt(facts, recipe.generation) + recipe.generation.max_tokens
+        facts.rewards, longest_read(facts, recipe.generation) + recipe.generation.max_tokens
     )
 
 

@@ -82,6 +82,17 @@ class PlannerInputs:
         """Whether the run can import a package."""
         return package in self.presumed or bool(installed(package))
 
+    @property
+    def longest_piece(self) -> int:
+        """Tokens of the longest piece of all rows, held-out ones too: none that the run reads is longer."""
+        return max(self.profile.longest_piece, self.longest_held_out)
+
+    @property
+    def longest_held_out(self) -> int:
+        """The same of held-out rows; 0 where there are none."""
+        profile = self.held_out[0]
+        return 0 if profile is None else profile.longest_piece
+
     def rows_of(self, settings: Settings) -> LengthProfile:
         """The profile of the sequences under some settings."""
         if self.unshared is None or settings.shared_prompts:
@@ -169,15 +180,16 @@ def need_of(prediction: Prediction, settings: Settings) -> int:
     return round(needed(prediction.corrected_bytes, settings) * (1 + MARGIN_SHARE)) + MARGIN_BYTES
 
 
-def heaviest(settings: Settings, facts: PlannerInputs) -> HeaviestBatch:
-    """The heaviest micro-batch of the data under some settings."""
+def heaviest(settings: Settings, facts: PlannerInputs, num_steps: int = 1) -> HeaviestBatch:
+    """The heaviest micro-batch of the data under some settings, out of the rows of so many steps."""
     profile = facts.rows_of(settings)
     most_rows, most_tokens = settings.micro_batch_size, settings.micro_tokens
+    if profile.groups is not None and settings.batch_size is not None:
+        most_rows = min(most_rows, profile.groups.most_rows(num_steps * settings.batch_size))
     if METHODS[facts.method].in_pairs:
         # A pair is not divided, whatever the limits: two completions of the longest prompt at least.
-        most_rows = max(2, most_rows)
-        pair = 2 * (profile.longest[0] if profile.longest else 1)
-        most_tokens = None if most_tokens is None else max(most_tokens, pair)
+        most_rows = max(2, most_rows // 2 * 2)
+        most_tokens = None if most_tokens is None else max(most_tokens, profile.heaviest(2, None)[1])
     sequences, tokens = profile.heaviest(most_rows, most_tokens)
     rows = sequences * profile.rows_per_sequence
     longest = profile.longest[0] if profile.longest else 1

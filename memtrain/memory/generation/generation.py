@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from memtrain.memory.estimate.auxiliary_models import reward_scoring_bytes, with_beside
@@ -14,14 +13,14 @@ from memtrain.memory.generation.decode_bytes import fetched_words, generation_by
 from memtrain.memory.generation.gather_weights import decide_gathering, gather_bytes, refuse_gathering
 from memtrain.memory.generation.native import not_native
 from memtrain.memory.generation.samples import with_samples
-from memtrain.memory.generation.vllm import longest_prompt, own_engine, with_engine
+from memtrain.memory.generation.vllm import longest_prompt, longest_read, own_engine, with_engine
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.plan import PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.memory.rules.router_replay import refuse_other_sampler
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.registry import METHODS
+from memtrain.recipes.sections.generate import Generate
 from memtrain.recipes.sections.methods.online_base import WithMismatch
 from memtrain.recipes.sections.vllm import Vllm
 
@@ -55,16 +54,17 @@ def with_generation(
     room = prediction.peak.num_bytes - resting.num_bytes
     # Held-out prompts are written to once each: no completion shares its prompt's keys.
     held_out, alone = num_held_out(recipe, facts), recipe.generation.model_copy(update={"num_generations": 1})
-    prompt, generate = longest_prompt(facts, recipe.generation), recipe.generation
+    prompt, longest = longest_prompt(facts, alone), longest_held_out_prompt(facts, alone)
+    generate = recipe.generation
     if recipe.rewards is not None and recipe.rewards.environment is not None:
         # Later turns read a conversation each, as long as a prompt with its completion.
-        prompt, generate = prompt + generate.max_tokens, alone
+        prompt, longest, generate = prompt + alone.max_tokens, longest + alone.max_tokens, alone
 
     def moment(rows: int) -> dict[str, int]:
         return generation_bytes(settings, facts.shape, generate, prompt, rows)
 
     def judged(rows: int) -> dict[str, int]:
-        return generation_bytes(settings, facts.shape, alone, prompt, min(rows, held_out))
+        return generation_bytes(settings, facts.shape, alone, longest, min(rows, held_out))
 
     def fits(rows: int) -> bool:
         # On a CPU the rows decide how sums are rounded, and stay those of the rollouts.
@@ -83,8 +83,7 @@ def with_generation(
     phases += [phase_peak("evaluation", owners | judged(rows))] if held_out else []
     phases.append(phase_peak("generation", owners | moment(rows)))
     if facts.rewards:
-        longest = prompt + recipe.generation.max_tokens
-        reading = reward_scoring_bytes(settings, facts.rewards, longest)
+        reading = reward_scoring_bytes(settings, facts.rewards, longest_read(facts, alone) + alone.max_tokens)
         phases.append(phase_peak("rewards", owners | {"activations": reading}))
     factor, passes = _decide_passes(settings, facts, prediction.peak.num_bytes, recipe)
     if recipe.online is not None and recipe.online.needs.passes:
@@ -101,14 +100,23 @@ def _refuse(ledger: DecisionLog, settings: Settings) -> None:
 
 
 def num_held_out(recipe: Recipe, facts: PlannerInputs) -> int:
-    """Held-out prompts, as many as can be known: a file of them is taken to fill every row. None where
-    held-out rows are scored as they are."""
+    """Held-out prompts, as many as can be known: a file that was not read is taken to fill every row. None
+    where held-out rows are scored as they are."""
     if recipe.online is None:
         return 0
+    if (profile := facts.held_out[0]) is not None:
+        return profile.report.num_sequences // recipe.generation.num_generations
     if recipe.data.eval:
         return MOST_ROWS
     share = recipe.data.eval_fraction
     return max(1, round(facts.profile.report.num_rows * share / (1 - share))) if share else 0
+
+
+def longest_held_out_prompt(facts: PlannerInputs, generate: Generate) -> int:
+    """Tokens of the longest held-out prompt; where they were not read, of the longest of training."""
+    if facts.held_out[0] is None:
+        return longest_prompt(facts, generate)
+    return max(1, facts.longest_held_out - generate.max_tokens)
 
 
 def _decide_passes(
@@ -118,28 +126,16 @@ def _decide_passes(
 
     As large as need no more than the update: no activations are kept.
     """
-    most = _most_in_rollout(settings, facts, recipe)
-    priced = [(factor, _pass_peak(settings, facts, factor, most)) for factor in PASS_FACTORS]
+    num_steps = 1 if recipe.online is None else recipe.online.steps_per_rollout
+    priced = [(factor, _pass_peak(settings, facts, factor, num_steps)) for factor in PASS_FACTORS]
     return next((one for one in priced if one[1].num_bytes <= peak), priced[-1])
 
 
-def _most_in_rollout(settings: Settings, facts: PlannerInputs, recipe: Recipe) -> tuple[int, int]:
-    """(completions, tokens) of a rollout of all processes together that are learned from, at most."""
-    if recipe.online is None or recipe.train.batch_size is None:
-        return sys.maxsize, sys.maxsize
-    rows, generate = recipe.train.batch_size * recipe.online.steps_per_rollout, recipe.generation
-    in_group = generate.num_generations
-    if METHODS[facts.method].in_pairs:
-        rows, in_group = 2 * -(-rows // in_group), 2
-    num_prompts = -(-rows // in_group) if settings.shared_prompts else rows
-    return rows, num_prompts * longest_prompt(facts, generate) + rows * generate.max_tokens
-
-
-def _pass_peak(settings: Settings, facts: PlannerInputs, factor: int, most: tuple[int, int]) -> PhasePeak:
-    rows = min(factor * settings.micro_batch_size, most[0])
-    tokens = None if settings.micro_tokens is None else min(factor * settings.micro_tokens, most[1])
+def _pass_peak(settings: Settings, facts: PlannerInputs, factor: int, num_steps: int) -> PhasePeak:
+    rows = factor * settings.micro_batch_size
+    tokens = None if settings.micro_tokens is None else factor * settings.micro_tokens
     larger = settings.model_copy(update={"micro_batch_size": rows, "micro_tokens": tokens})
-    load = Workload(settings, facts.shape, heaviest(larger, facts))
+    load = Workload(settings, facts.shape, heaviest(larger, facts, num_steps))
     alone = Prediction(
         phases=(phase_peak("log-probs", evaluation_moment(load)),), method="arithmetic", budget_bytes=None
     )
@@ -184,7 +180,7 @@ def _decide_sampler(ledger: DecisionLog, settings: Settings, facts: PlannerInput
         ledger.decide("sampler", name, words, path)
         return name
     generate = ledger.asked.recipe.generation
-    longest = longest_prompt(facts, generate) + generate.max_tokens
+    longest = longest_read(facts, generate) + generate.max_tokens
     why = not_native(settings.attention, facts.config, longest)
     if wanted == "native" and why:
         ledger.refuse(

@@ -91,7 +91,7 @@ def engine_need(
     on_cuda = facts.hardware.device == "cuda"
     in_rollout = -(-batch_size // num_processes) * recipe.online.steps_per_rollout
     rows = generate.rows if generate.rows != "auto" else min(MOST_SEQUENCES, in_rollout)
-    prompt = longest_prompt(facts, generate)
+    prompt, longest = longest_prompt(facts, generate), longest_read(facts, generate)
     size = DTYPE_BYTES[dtype]
     of_token = 2 * shape.kv_width * shape.num_layers * size
     answer = round_up(generate.max_tokens, BLOCK_TOKENS) + BLOCK_TOKENS
@@ -101,16 +101,21 @@ def engine_need(
         process=(CUDA_PROCESS if on_cuda else CPU_PROCESS) + sampling_bytes(rows, shape),
         asleep=CUDA_ASLEEP,
         wanted_keys=of_token * (prompts * round_up(prompt, BLOCK_TOKENS) + rows * answer),
-        least_keys=of_token * (round_up(prompt, BLOCK_TOKENS) + answer),
-        context=prompt + generate.max_tokens,
+        least_keys=of_token * (round_up(longest, BLOCK_TOKENS) + answer),
+        context=longest + generate.max_tokens,
         rows=rows,
         sleep=sleep_of(section, on_cuda=on_cuda),
     )
 
 
 def longest_prompt(facts: PlannerInputs, generate: Generate) -> int:
-    """Tokens of the longest prompt."""
+    """Tokens of the longest prompt of training."""
     return max(1, facts.profile.longest_piece - generate.max_tokens)
+
+
+def longest_read(facts: PlannerInputs, generate: Generate) -> int:
+    """Tokens of the longest prompt of all, held-out ones too."""
+    return max(1, facts.longest_piece - generate.max_tokens)
 
 
 def sampling_bytes(rows: int, shape: ModelShape) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from memtrain.memory.plan.prompt_groups import PromptGroups
 from memtrain.recipes.sections.base import Section
 
 NUM_LONGEST = 4096
@@ -72,6 +73,8 @@ class LengthProfile(Section):
     """Highest share of loss tokens in a sequence."""
     rows_per_sequence: int = 1
     """Most rows of a sequence where rows are padded: as many as it has answers."""
+    groups: PromptGroups | None = None
+    """The completions of a prompt; None where rows are read, not written."""
 
     @property
     def mean_tokens(self) -> float:
@@ -80,13 +83,17 @@ class LengthProfile(Section):
 
     def heaviest(self, rows: int, tokens: int | None) -> tuple[int, int]:
         """(sequences, tokens) of the heaviest micro-batch within the limits: a bound on every real one."""
-        taken = self.longest[:rows]
-        total = sum(taken)
-        if len(taken) < min(rows, self.report.num_sequences):
-            total += (min(rows, self.report.num_sequences) - len(taken)) * taken[-1]
+        count = min(rows, self.report.num_sequences)
+        taken = self.longest[:count]
+        if self.groups is not None and self.groups.is_shared and count:
+            total = self.groups.most_tokens(self.longest, count)
+        else:
+            total = sum(taken)
+            if len(taken) < count:
+                total += (count - len(taken)) * taken[-1]
         if tokens is not None:
             total = max(min(total, tokens), self.longest[0])
-        return min(rows, self.report.num_sequences), total
+        return count, total
 
     def most_scored(self, sequences: int, tokens: int) -> int:
         """Most loss tokens of a micro-batch of so many sequences and tokens: a bound on every real one."""

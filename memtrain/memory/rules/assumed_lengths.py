@@ -5,6 +5,7 @@ from __future__ import annotations
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.pricing import CountSteps
 from memtrain.memory.plan.length_profile import NUM_LONGEST, LengthProfile, LengthReport
+from memtrain.memory.plan.prompt_groups import prompt_groups
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
@@ -50,6 +51,7 @@ def assumed_profile(asked: SourcedRecipe, *, shares_prompts: bool) -> LengthProf
         longest_piece=longest,
         most_loss_tokens=(recipe.generation.max_tokens,) * NUM_LONGEST if recipe.online is not None else (),
         rows_per_sequence=answers,
+        groups=None if recipe.online is None else prompt_groups(recipe, is_shared=shares_prompts),
     )
 
 

@@ -52,9 +52,9 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
     refuse_engine(ledger, processes, dtype)
     refuse_context(ledger, processes, facts.config, facts.shape)
     attention = decide_attention(ledger, hardware, dtype, facts.config)
-    refuse_past_positions(ledger, facts.shape.num_positions, facts.profile.longest_piece)
+    refuse_past_positions(ledger, facts.shape.num_positions, facts.longest_piece)
     if facts.shape.num_positions is None:
-        decide_scaling(ledger, facts.config, facts.profile.longest_piece)
+        decide_scaling(ledger, facts.config, facts.longest_piece)
     router_weight = decide_router_balance(ledger, facts)
     replays = decide_router_replay(ledger, facts, balance=router_weight)
     replicas = max(1, processes // recipe.cluster.sharing)
@@ -121,7 +121,7 @@ def _micro_batches(
 def _how_rows_lie(ledger: DecisionLog, facts: PlannerInputs, attention: AttentionChoice) -> RowForm:
     """Whether rows lie end to end, whether padded ones tell their lengths, whether prompts are shared."""
     padding_free = _padding_free(ledger, can_pack=attention.can_pack)
-    rules, longest = length_rules(facts.config), facts.profile.longest_piece
+    rules, longest = length_rules(facts.config), facts.longest_piece
     by_row = decide_positions(ledger, rules, longest, padding_free=padding_free)
     growing = reached(rules, longest, "row")
     shares = decide_shared_prompts(ledger, attention, padding_free=padding_free, growing=growing)

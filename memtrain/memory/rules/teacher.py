@@ -93,7 +93,7 @@ def _refuse_attention(
     if facts.teacher is None or attention is AttentionBackend.TRANSFORMERS:
         return
     config = facts.teacher.config
-    longest = facts.profile.longest_piece
+    longest = facts.longest_piece
     growing = reached(length_rules(config), longest, "row")
     padded = "set length.padding_free: false"
     if growing is not None and reached(length_rules(facts.config), longest, "row") is None:

@@ -51,6 +51,6 @@ def test_only_completions_are_scored_where_they_are_written_here(recipe_of):
     said = {"method": "grpo", "rewards.functions": ["length"], "generate.max_tokens": 8}
     recipe = recipe_of(said | {"length.max_length": 100})
     profile = assumed_profile(SourcedRecipe(recipe, lambda dotted: "default"), shares_prompts=True)
-    assert profile.heaviest(4, None) == (4, 400)
+    assert profile.heaviest(4, None) == (4, 92 + 32)
     assert profile.most_scored(4, 400) == 32
     assert profile.most_scored(4, 20) == 20

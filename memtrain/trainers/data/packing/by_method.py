@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain.errors import DataError
-from memtrain.memory.plan.length_profile import LengthProfile, joined_profile, longest_first
+from memtrain.memory.plan.length_profile import LengthProfile, joined_profile, longest_first, summed_report
 from memtrain.memory.plan.plan import PreparedData
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
 from memtrain.trainers.data.packing.answer_rows import lay_out_answers
@@ -74,7 +74,9 @@ def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) ->
         if not profile.report.num_sequences:
             of_set = f" of data.eval.{name}" if name else ""
             raise DataError(*_none_left(rows, recipe, f"held-out rows{of_set}"))
-    return replace(laid, held_out=joined_profile(profiles))
+    joined = joined_profile(profiles)
+    whole = joined.model_copy(update={"report": summed_report([one.report for one in profiles])})
+    return replace(laid, held_out=whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from memtrain.errors import DataError
 from memtrain.memory.plan.length_profile import NUM_LONGEST, LengthProfile, LengthReport, longest_first
+from memtrain.memory.plan.prompt_groups import prompt_groups
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.length import RowLimits
 from memtrain.trainers.data.store.token_store import TokenStore
@@ -97,5 +98,6 @@ def lay_out_completions(store: TokenStore, rows: Ints, recipe: Recipe, *, is_sha
             longest=longest_first(tokens),
             longest_piece=int(each.max()),
             most_loss_tokens=(generate.max_tokens,) * min(len(tokens), NUM_LONGEST),
+            groups=prompt_groups(recipe, is_shared=is_shared),
         ),
     )

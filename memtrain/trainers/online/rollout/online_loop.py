@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from memtrain.memory.plan.plan import Plan
+from memtrain.memory.plan.prompt_groups import prompt_groups
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.evaluation import SET_MARK
 from memtrain.trainers.batches.prompt_batches import PromptFeed
@@ -83,7 +84,8 @@ class OnlineSteps:
 
     def __post_init__(self) -> None:
         recipe, settings = self.plan.recipe, self.plan.settings
-        self.feed = self.method.answer_feed(self.prompts, settings, NO_NORMS)
+        groups = prompt_groups(recipe, is_shared=settings.shared_prompts)
+        self.feed = self.method.answer_feed(self.prompts, settings, NO_NORMS, groups)
         assert settings.batch_size is not None, "A step is counted in completions."
         each = settings.model_copy(
             update={

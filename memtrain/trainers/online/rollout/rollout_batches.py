@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from memtrain.memory.plan.prompt_groups import PromptGroups
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.batches.answer_batch import Answer, AnswerBatch, Group, collate_answers
 from memtrain.trainers.batches.prompt_batches import PromptFeed
@@ -82,10 +84,14 @@ class PolicyFeed:
     Answers of one prompt that stand next to each other in a micro-batch share it.
     """
 
-    def __init__(self, prompts: PromptFeed, settings: Settings, norms: Norms) -> None:
+    def __init__(
+        self, prompts: PromptFeed, settings: Settings, norms: Norms, groups: PromptGroups | None = None
+    ) -> None:
         self.prompts = prompts
         self.settings = settings
         self.norms = norms
+        self.groups = groups
+        """The groups that the plan counts micro-batches by."""
         self.window: Rollout | None = None
         self._tokens: Ints = np.zeros(0, np.int64)
 
@@ -121,9 +127,11 @@ class PolicyFeed:
         """The answers in micro-batches, in order, and `tokens` counted for them.
 
         A group is divided only where it does not fit a micro-batch of its own; its prompt is then computed
-        once in each.
+        once in each. No micro-batch has more tokens than the plan counts for its rows, though groups be left
+        of which few answers are learned from.
         """
         window = self._at_hand
+        micro_tokens = self._planned_tokens(micro_batch_size, micro_tokens)
         self._tokens = window.context_length_A + np.diff(window.prompt_ptr)[window.prompt_A]
         made: list[list[int]] = [[]]
         used = 0
@@ -229,6 +237,18 @@ class PolicyFeed:
         routes_TLK[of_prompt] = window.prompt_routes[place_T[of_prompt]]
         routes_TLK[own] = window.routes_N[place_T[own] - num_prompt]
         return torch.from_numpy(routes_TLK)
+
+    def _planned_tokens(self, micro_batch_size: int, micro_tokens: int | None) -> int | None:
+        """The limit of tokens, or the plan's most tokens of so many answers where these are fewer."""
+        if self.groups is None or not self.groups.is_shared:
+            return micro_tokens
+        most = self.groups.most_tokens_of(self._longest_prompts, micro_batch_size)
+        return most if micro_tokens is None else min(most, micro_tokens)
+
+    @cached_property
+    def _longest_prompts(self) -> list[int]:
+        """Tokens of the prompts, longest first."""
+        return np.sort(self.prompts.tokens)[::-1].tolist()
 
     @property
     def _at_hand(self) -> Rollout:
