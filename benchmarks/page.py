@@ -135,6 +135,17 @@ def data_preparation(result: Result) -> list[str]:
     return [size, "", *table(("", "memtrain", "TRL", "ratio"), rows)]
 
 
+def cold_rows(result: Result) -> list[str]:
+    """A row for each side."""
+    sides = ("first step", "encoding alone")
+    rows = [[side, f"{result[side]['cpu_s']:.1f} s", f"{result[side]['wall_s']:.1f} s"] for side in sides]
+    size = f"{result['rows']:,} rows, {mib(result['bytes_of_jsonl'])} of JSONL."
+    least = (
+        f"Encoding alone has {spread(result['of_encoding']['cpu_s'])} of the CPU time of the whole command."
+    )
+    return [size, "", *table(("", "CPU time", "wall time"), rows), "", least]
+
+
 def sft_vs_trl(result: Result) -> list[str]:
     """A row for each model, data and mode."""
     rows: list[list[object]] = []
@@ -521,6 +532,12 @@ SECTIONS = (
         "data_preparation",
         "From JSONL to packed rows: reading, tokenizing, storing, packing (bfd).",
         data_preparation,
+    ),
+    Section(
+        "A first step of rows that nobody tokenized before",
+        "cold_rows",
+        "One command of one step, from the start of its process to its end; beside the tokenizer alone.",
+        cold_rows,
     ),
     Section(
         "SFT against TRL",
