@@ -13,11 +13,11 @@ from memtrain.memory.estimate.adapters import adapter_kept
 from memtrain.memory.estimate.context_parallel import (
     gathered_backward,
     gathered_forward,
-    num_gathered_kv,
     score_pairs,
     ulysses_kept,
 )
 from memtrain.memory.estimate.experts import clamped_forward, experts_backward, experts_kept
+from memtrain.memory.estimate.flash_scratch import flash_scratch
 from memtrain.memory.estimate.quantized import packs_itself, unpacked
 from memtrain.memory.estimate.workload import Workload, once
 
@@ -261,54 +261,6 @@ def whole_scores(load: Workload) -> tuple[int, int]:
     return pairs * (heads * (4 + load.a + 4 * load.shape.makes_scores) + 1), pairs * heads * (
         6 if load.is_half else 4
     )
-
-
-SCRATCH = "kernel scratch"
-"""Owner of a kernel's scratch memory."""
-
-FLASH = ("torch_varlen", "flash", "flash3")
-"""Back ends on variable-length flash kernels for CUDA."""
-
-HOPPER_WIDTHS = (64, 96, 128, 192, 256)
-"""Head widths that FlashAttention-3 computes in; others are widened to the next.
-
-Source: flash-attention, hopper/flash_api.cpp, round_up_headdim."""
-
-
-@once
-def flash_scratch(load: Workload) -> int:
-    """Scratch of flash attention's backward kernel on a GPU: no tensor that a program sees.
-
-    Float32 sums of the queries' gradients with the head width rounded up to 32, and of their row sums:
-    4*N*(Q' + heads). Where query heads share a head of keys, gradients of keys and values for every query
-    head before they are summed: 2*a*M*Q, M keys at once (all that a process gathers).
-
-    FlashAttention-3 rounds the width up to one of its own, has the row sums twice, and sums gradients of
-    shared keys and values in float32: 4*N*(Q' + 2*heads) + 2*4*M*KV'.
-
-    Source: flash-attn 2.8.3, csrc/flash_attn/flash_api.cpp, mha_varlen_bwd (dq_accum, softmax_d, dk_expanded,
-    dv_expanded), and hopper/flash_api.cpp, mha_bwd (dq_accum, softmax_d, softmax_lse_log2, dk_accum,
-    dv_accum); torch ships the former. Not measured on a GPU.
-    """
-    shape, settings, N = load.shape, load.settings, load.N  # noqa: N806
-    if settings.device != "cuda" or settings.attention not in FLASH:
-        return 0
-    heads = shape.num_heads // (settings.context_parallel if settings.context_by == "ulysses" else 1)
-    tokens = load.num_whole if settings.context_by == "ulysses" else N
-    keys = max(tokens, num_gathered_kv(load))
-    is_shared = shape.kv_width != shape.query_width
-    if settings.attention == "flash3":
-        wide = hopper_width(shape.head_dim)
-        key_heads = heads * shape.kv_width // shape.query_width
-        return 4 * tokens * heads * (wide + 2) + is_shared * 8 * keys * key_heads * wide
-    wide = -(-shape.head_dim // 32) * 32
-    sums = 4 * tokens * heads * (wide + 1)
-    return sums + is_shared * 2 * load.a * keys * heads * shape.head_dim
-
-
-def hopper_width(head_dim: int) -> int:
-    """Width in which FlashAttention-3 computes a head."""
-    return next(width for width in HOPPER_WIDTHS if width >= head_dim)
 
 
 @once

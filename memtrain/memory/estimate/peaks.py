@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import (
-    SCRATCH,
     after_mlp_backward,
     layer_backward,
     layer_boundary,
@@ -23,6 +22,7 @@ from memtrain.memory.estimate.activations import (
 from memtrain.memory.estimate.adapters import rounded_adapters
 from memtrain.memory.estimate.auxiliary_models import value_model
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
+from memtrain.memory.estimate.flash_scratch import SCRATCH
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.kept import kept, kept_bytes, widest_mlp
 from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch

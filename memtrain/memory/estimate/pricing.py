@@ -198,6 +198,8 @@ def heaviest(settings: Settings, facts: PlannerInputs, num_steps: int = 1) -> He
     scored = 0 if METHODS[facts.method].head == "score" else profile.most_scored(sequences, tokens)
     asks = head_output_of(facts.method, settings)
     batch = HeaviestBatch(rows, tokens, scored, longest, asks, facts.foreign)
+    if settings.padding_free:
+        batch = batch._replace(segments=profile.most_segments(most_rows, most_tokens))
     if METHODS[facts.method].reads_mismatched and not facts.is_guessed:
         batch = batch._replace(most_answer=profile.most_scored(1, longest))
     return _taught(settings, facts, batch)

@@ -7,9 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memtrain.memory.estimate.activations import (
-    SCRATCH,
     attention_kept,
-    flash_scratch,
     layer_boundary,
     layer_forward,
     mlp_backward,
@@ -19,6 +17,7 @@ from memtrain.memory.estimate.activations import (
     windows_backward,
 )
 from memtrain.memory.estimate.context_parallel import num_gathered_kv
+from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch
 from memtrain.memory.estimate.weights_offload import adapter_of_layer
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload, once
 
@@ -38,7 +37,8 @@ def slice_of(load: Workload) -> Workload:
     n = min(load.settings.slice_tokens, load.N)
     alone = {"pad_to_multiple_of": None, "slice_tokens": 0, "context_parallel": 1}
     whole = load.settings.model_copy(update=alone)
-    return replace(load, settings=whole, batch=HeaviestBatch(1, n, n, n, load.batch.asks))
+    batch = HeaviestBatch(1, n, n, n, load.batch.asks, segments=min(n, load.batch.num_segments))
+    return replace(load, settings=whole, batch=batch)
 
 
 def streamed_backward(load: Workload) -> dict[str, int]:

@@ -86,6 +86,14 @@ class HeaviestBatch(NamedTuple):
     most_answer: int = 0
     """Most answer tokens of a row, where prompts are read once more with the answers of others (KTO's
     baseline); 0: they are not."""
+    segments: int = 0
+    """Stretches of the rows that attention keeps apart: documents of packed rows, or prompts and answers that
+    lie apart; 0: as many as rows."""
+
+    @property
+    def num_segments(self) -> int:
+        """The same, counted."""
+        return self.segments or self.rows
 
     @property
     def mismatched(self) -> HeaviestBatch:

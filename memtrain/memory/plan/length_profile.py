@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from memtrain.memory.plan.prompt_groups import PromptGroups
 from memtrain.recipes.sections.base import Section
@@ -75,6 +76,9 @@ class LengthProfile(Section):
     """Most rows of a sequence where rows are padded: as many as it has answers."""
     groups: PromptGroups | None = None
     """The completions of a prompt; None where rows are read, not written."""
+    most_pieces: tuple[int, ...] = ()
+    """Pieces that attention keeps apart, of the sequences that have most of them, most first: documents, or
+    prompts and answers; none where every sequence is one."""
 
     @property
     def mean_tokens(self) -> float:
@@ -102,6 +106,18 @@ class LengthProfile(Section):
             return most
         return min(most, sum(self.most_loss_tokens[:sequences]))
 
+    def most_segments(self, sequences: int, tokens: int | None) -> int:
+        """Most pieces of a micro-batch of at most so many sequences, and of so many tokens where that is a
+        limit: a bound on every real one."""
+        count = min(sequences, self.report.num_sequences)
+        if tokens is not None and len(self.longest) == self.report.num_sequences:
+            shortest_first = accumulate(reversed(self.longest))
+            count = min(count, max(1, sum(1 for total in shortest_first if total <= tokens)))
+        if self.groups is not None and self.groups.is_shared and count:
+            return count + self.groups.most_prompts(count)
+        pieces = self.most_pieces[:count]
+        return sum(pieces) + (count - len(pieces)) * (pieces[-1] if pieces else 1)
+
 
 def joined_profile(profiles: Sequence[LengthProfile]) -> LengthProfile:
     """Several epochs as one: the rows of the first, and the heaviest batch of any."""
@@ -113,6 +129,7 @@ def joined_profile(profiles: Sequence[LengthProfile]) -> LengthProfile:
             "most_loss_tokens": longest_first(length for one in profiles for length in one.most_loss_tokens),
             "loss_token_share": max(one.loss_token_share for one in profiles),
             "rows_per_sequence": max(one.rows_per_sequence for one in profiles),
+            "most_pieces": longest_first(count for one in profiles for count in one.most_pieces),
         }
     )
 

@@ -52,6 +52,7 @@ def assumed_profile(asked: SourcedRecipe, *, shares_prompts: bool) -> LengthProf
         most_loss_tokens=(recipe.generation.max_tokens,) * NUM_LONGEST if recipe.online is not None else (),
         rows_per_sequence=answers,
         groups=None if recipe.online is None else prompt_groups(recipe, is_shared=shares_prompts),
+        most_pieces=(answers + shares_prompts,) * NUM_LONGEST if METHODS[recipe.method].num_answers else (),
     )
 
 

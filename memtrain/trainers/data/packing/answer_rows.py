@@ -90,6 +90,8 @@ def lay_out_answers(store: TokenStore, rows: Ints, length: RowLimits, *, is_shar
     tokens = _tokens(prompt, answer, item_ptr, is_shared=is_shared)
     sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(loss_tokens[at].sum(axis=1))])
     loss_tokens_each = np.diff(sums[item_ptr])
+    # A prompt that is shared is a piece of its own.
+    pieces = np.diff(item_ptr) * whole.shape[1] + is_shared
     longest_row = int((prompt + answer.max(axis=1)).max(initial=0)) if len(at) else 0
     return AnswerSequences(
         row=rows[at],
@@ -109,6 +111,7 @@ def lay_out_answers(store: TokenStore, rows: Ints, length: RowLimits, *, is_shar
             most_loss_tokens=longest_first(np.sort(loss_tokens_each)[::-1][:NUM_LONGEST]),
             loss_token_share=highest_share(loss_tokens_each, tokens),
             rows_per_sequence=int(np.diff(item_ptr).max(initial=1)) * whole.shape[1],
+            most_pieces=longest_first(np.sort(pieces)[::-1][:NUM_LONGEST]),
         ),
     )
 

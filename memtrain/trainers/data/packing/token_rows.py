@@ -81,6 +81,7 @@ def lay_out(lengths: Ints, spans: Spans, rows: Ints, length: RowLimits) -> Seque
             most_loss_tokens=longest_first(_largest(loss_tokens, NUM_LONGEST)),
             loss_token_share=highest_share(loss_tokens, tokens),
             longest_piece=int((tokens if length.cross_document_attention else kept).max(initial=0)),
+            most_pieces=_most_pieces(bin_ptr, length),
         ),
     )
 
@@ -209,6 +210,13 @@ def _largest(values: Ints, count: int) -> Ints:
     if len(values) > count:
         values = np.partition(values, len(values) - count)[-count:]
     return np.sort(values)[::-1]
+
+
+def _most_pieces(bin_ptr: Ints, length: RowLimits) -> tuple[int, ...]:
+    """Pieces of the sequences that have most, where several share one and none attends to another."""
+    if length.packing == "none" or length.cross_document_attention:
+        return ()
+    return longest_first(_largest(np.diff(bin_ptr), NUM_LONGEST))
 
 
 def _sum_by_bin(values: Ints, bin_ptr: Ints) -> Ints:

@@ -49,6 +49,7 @@ class TraceJob(Section):
     tokens: int
     scored_tokens: int
     longest: int
+    segments: int = 0
     """The heaviest micro-batch (see HeaviestBatch)."""
     passes: HeaviestBatch | None = None
     """The heaviest micro-batch of answers that are scored before they are learnt from; None: none are."""
@@ -63,7 +64,7 @@ class TraceJob(Section):
     @property
     def batch(self) -> HeaviestBatch:
         """The heaviest micro-batch."""
-        return HeaviestBatch(self.rows, self.tokens, self.scored_tokens, self.longest)
+        return HeaviestBatch(self.rows, self.tokens, self.scored_tokens, self.longest, segments=self.segments)
 
 
 class Traced(Section):
@@ -127,6 +128,7 @@ def job_of(
         tokens=batch.tokens,
         scored_tokens=batch.scored_tokens,
         longest=batch.longest,
+        segments=batch.segments,
         accumulates=accumulates,
         is_whole=is_whole,
         passes=passes,

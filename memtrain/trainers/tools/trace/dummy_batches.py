@@ -39,8 +39,9 @@ class Subject:
 
 def token_micro_batch(subject: Subject, batch: HeaviestBatch) -> MicroBatch:
     """Rows of zeros laid out like `batch`; the last `scored_tokens` of them are learnt."""
-    lengths = spread(batch)
-    masks = _loss_tokens(lengths, batch.scored_tokens)
+    is_packed = subject.settings.padding_free and batch.num_segments > batch.rows
+    lengths = _evenly(batch.tokens, batch.num_segments) if is_packed else spread(batch)
+    masks = _loss_tokens(lengths, batch.scored_tokens, first=1)
     pieces = [Piece(np.zeros(n, np.int32), mask) for n, mask in zip(lengths, masks, strict=True)]
     settings = subject.settings
     lay = lay_end_to_end if settings.padding_free else pad_right
@@ -157,11 +158,18 @@ def spread(batch: HeaviestBatch) -> list[int]:
     return [batch.longest, *(base + (row < extra) for row in range(rows))]
 
 
-def _loss_tokens(lengths: Sequence[int], scored_tokens: int) -> list[NDArray[np.bool_]]:
-    """Masks of the last tokens of sequences: `scored_tokens` in all, where there are enough."""
+def _evenly(tokens: int, parts: int) -> list[int]:
+    """Lengths of `parts` sequences that sum to `tokens`."""
+    base, extra = divmod(tokens, parts)
+    return [base + (part < extra) for part in range(parts)]
+
+
+def _loss_tokens(lengths: Sequence[int], scored_tokens: int, *, first: int = 0) -> list[NDArray[np.bool_]]:
+    """Masks of the last tokens of sequences from token number `first`: `scored_tokens` in all, where there
+    are enough."""
     masks: list[NDArray[np.bool_]] = []
     for length in lengths:
-        loss_tokens = min(length, scored_tokens)
+        loss_tokens = min(length - first, scored_tokens)
         scored_tokens -= loss_tokens
         masks.append(np.arange(length) >= length - loss_tokens)
     return masks
@@ -172,8 +180,7 @@ def _answers(subject: Subject, batch: HeaviestBatch, *, num_answers: int) -> Ans
     num_items = max(1, batch.rows // num_answers)
     rows = num_items * num_answers
     if settings.shared_prompts:
-        base, extra = divmod(max(batch.tokens - num_items, rows), rows)
-        lengths = [base + (row < extra) for row in range(rows)]
+        lengths = _evenly(max(batch.tokens - num_items, rows), rows)
     else:
         lengths = [length - 1 for length in spread(batch._replace(rows=rows))]
     lengths = [max(1, length) for length in lengths]

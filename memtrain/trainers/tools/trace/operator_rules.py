@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from memtrain.memory.estimate.activations import hopper_width
+from memtrain.memory.estimate.flash_scratch import Call, flash_bytes, hopper_bytes
 from memtrain.trainers.losses.head.spans import logit_spans
 from memtrain.trainers.tools.trace.fake_host import HOST
 from memtrain.trainers.tools.trace.row_slices import standing_slices
@@ -142,35 +142,27 @@ RULES: dict[Any, Callable[..., Any]] = {
 """Replacements of these operators in a Recorder."""
 
 
-def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Bytes of flash attention's backward kernel; see `flash_scratch` of the arithmetic for the source."""
-    query_THD, key_TKD, cu_query = args[1], args[2], args[6]
+def _call(args: tuple[Any, ...]) -> Call:
+    """Shape of a call of torch's own backward kernel, which stands for the others in a trace."""
+    query_THD, key_TKD, cu_query, longest, is_causal = args[1], args[2], args[6], args[8], args[11]
     tokens, heads, head_dim = query_THD.shape
-    # Each segment's rows are padded to a block of 128.
-    rows = tokens + 128 * (cu_query.numel() - 1)
-    wide = -(-head_dim // 32) * 32
-    num_keys, key_heads, _ = key_TKD.shape
-    expanded = 2 * key_TKD.itemsize * num_keys * heads * head_dim if key_heads != heads else 0
-    return 4 * rows * heads * (wide + 1) + expanded
-
-
-def _hopper_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """The same of FlashAttention-3, whose place torch's kernel takes in a trace."""
-    query_THD, key_TKD, cu_query, is_causal = args[1], args[2], args[6], args[11]
-    tokens, heads, head_dim = query_THD.shape
-    num_keys, key_heads, _ = key_TKD.shape
-    wide, num_segments = hopper_width(head_dim), cu_query.numel() - 1
-    # Rows and keys of each segment are padded to a block (hopper/flash_api.cpp, kBlockM_sm90, kBlockN_sm90).
-    block = 128 if wide == 64 else 80 if wide == 128 and not is_causal else 64
-    key_block = {192: 96, 256: 80}.get(wide, 128)
-    rows, keys = tokens + block * num_segments, num_keys + key_block * num_segments
-    return 4 * rows * heads * (wide + 2) + 8 * keys * key_heads * wide * (key_heads != heads)
+    return Call(
+        tokens=tokens,
+        keys=key_TKD.shape[0],
+        segments=cu_query.numel() - 1,
+        longest=longest,
+        heads=heads,
+        key_heads=key_TKD.shape[1],
+        head_dim=head_dim,
+        itemsize=key_TKD.itemsize,
+        is_causal=is_causal,
+    )
 
 
 def kernel_scratch(attention: str) -> dict[Any, Callable[..., int]]:
     """Scratch of kernels in bytes under an attention back end, where no operator returns it."""
-    flash = _hopper_backward if attention == "flash3" else _flash_backward
-    return {aten._flash_attention_backward.default: flash}
+    of_call = hopper_bytes if attention == "flash3" else flash_bytes
+    return {aten._flash_attention_backward.default: lambda args, kwargs, out: of_call(_call(args))}
 
 
 @contextmanager

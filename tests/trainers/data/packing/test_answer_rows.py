@@ -93,8 +93,10 @@ def test_loss_tokens_are_counted_for_each_answer(tmp_path: Path):
     assert laid.loss_tokens.tolist() == [[2, 5], [1, 2]]
     assert laid.profile.report.loss_tokens_cut_by_answer == (0, 4)
     assert laid.tokens.tolist() == [1 + 2 + 5, 2 + 3]
+    assert laid.profile.most_segments(2, None) == 6, "A shared prompt is kept apart from its two answers."
     apart = lay_out_answers(store, np.arange(2), pairs_by(max_length=6), is_shared=False)
     assert apart.tokens.tolist() == [2 * 1 + 2 + 5, 2 + 3]
+    assert apart.profile.most_segments(2, None) == 4
 
 
 def test_a_pair_never_loses_one_side(tmp_path: Path):

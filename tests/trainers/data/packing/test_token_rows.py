@@ -141,6 +141,24 @@ def test_documents_that_see_each_other_predict_each_others_first_tokens():
     sequences = made([3, 3], [(0, 3), (0, 3)], length)
     assert sequences.loss_tokens.tolist() == [5]
     assert sequences.profile.longest_piece == 6
+    assert sequences.profile.most_segments(1, None) == 1
+
+
+def test_documents_that_share_a_sequence_are_counted_for_a_micro_batch():
+    """Sequences of 3 and of 1 documents: attention keeps 3 apart in one, 4 in both; alone each is one."""
+    rows, spans = [8, 2, 3, 3], [(0, 8), (0, 2), (0, 3), (0, 3)]
+    packed = made(rows, spans, asked(max_length=8, packing="bfd")).profile
+    assert packed.most_pieces == (3, 1)
+    assert [packed.most_segments(count, None) for count in (1, 2, 9)] == [3, 4, 4]
+    alone = made(rows, spans, asked(max_length=8)).profile
+    assert [alone.most_segments(count, None) for count in (1, 2, 9)] == [1, 2, 4]
+
+
+def test_segments_of_a_micro_batch_of_so_many_tokens_are_those_of_the_shortest_rows():
+    """Of 2, 3, 3 and 8 tokens three rows fit into 8 tokens, and a row that is longer stands alone."""
+    profile = made([8, 2, 3, 3], [(0, 8), (0, 2), (0, 3), (0, 3)], asked(max_length=8)).profile
+    assert [profile.most_segments(9, tokens) for tokens in (1, 4, 5, 8, 16)] == [1, 1, 2, 3, 4]
+    assert profile.most_segments(2, 8) == 2
 
 
 def test_packing_fills_sequences_and_keeps_every_row():

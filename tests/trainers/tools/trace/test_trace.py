@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 import torch
-from sampled import sampled
 from trace_cases import BASE, CASES, HALF, LLAMA, LORA, NO_CLIP, QWEN, random_states, real_peak, sft, streamed
 
 import memtrain.trainers.tools.trace.client
@@ -401,19 +400,25 @@ FLASHY = LLAMA | {"hidden_size": 64, "intermediate_size": 64, "num_attention_hea
 """Attention's moment is the highest: 8 query heads of 32 numbers share 2 heads of keys."""
 
 
-@pytest.mark.parametrize("slices", sampled([{}, {"slice_tokens": 512}]))
-def test_scratch_of_flash_attention_is_an_owner_of_its_own(slices):
-    """Of n tokens at once: float32 sums of 8 * 32 numbers and 8 row sums; keys and values for 8 heads."""
+@pytest.mark.parametrize(
+    ("batch", "slices"),
+    [
+        (HeaviestBatch(2, 4096, 3000, 2048), {}),
+        (HeaviestBatch(1, 4096, 3000, 4096, segments=40), {}),
+        (HeaviestBatch(1, 4096, 3000, 4096), {"slice_tokens": 512}),
+    ],
+)
+def test_scratch_of_flash_attention_is_an_owner_of_its_own(batch, slices):
+    """Of n tokens at once: float32 sums of 8 * 32 numbers and 8 row sums, each segment padded to a block of
+    128 rows; keys and values for 8 heads."""
     case = sft(FLASHY, HALF | CUDA | {"checkpoint_every": 1 - bool(slices)} | slices)
-    case = replace(case, batch=HeaviestBatch(2, 4096, 3000, 2048))
+    case = replace(case, batch=batch)
     reported = {one.owner: one.num_bytes for one in case.estimated().peak.owners}
     recorder = trace(case.job).recorder
     seen = named_owners(recorder)["steady step.backward.last"]
     n = slices.get("slice_tokens", 4096)
-    by_hand = 4 * n * (8 * 32 + 8) + 2 * 2 * n * 8 * 32
-    assert reported["kernel scratch"] == by_hand
-    # The kernel pads each segment to a block of 128 rows.
-    assert seen["kernel scratch"] == pytest.approx(by_hand, rel=0, abs=2 * 128 * 4 * 8 * 33)
+    by_hand = 4 * (n + 128 * batch.num_segments) * (8 * 32 + 8) + 2 * 2 * n * 8 * 32
+    assert reported["kernel scratch"] == seen["kernel scratch"] == by_hand
     assert case.estimated().peak.num_bytes == pytest.approx(recorder.peak_bytes, rel=0.02)
 
 
@@ -423,10 +428,9 @@ def test_scratch_of_flash_attention_3_is_that_of_its_own_kernel():
     case = replace(case, batch=HeaviestBatch(2, 4096, 3000, 2048))
     reported = {one.owner: one.num_bytes for one in case.estimated().peak.owners}
     seen = named_owners(trace(case.job).recorder)["steady step.backward.last"]
-    by_hand = 4 * 4096 * 8 * (64 + 2) + 2 * 4 * 4096 * 2 * 64
-    assert reported["kernel scratch"] == by_hand
-    # Both segments are padded to a block of 128 rows, and of 128 keys.
-    assert seen["kernel scratch"] == by_hand + 2 * 128 * 4 * 8 * 66 + 2 * 128 * 8 * 2 * 64
+    # Both segments are padded to a block of 128 rows, and of 128 keys; 16 blocks of each take turns.
+    by_hand = 4 * (4096 + 256) * 8 * (64 + 2) + 2 * 4 * (4096 + 256) * 2 * 64 + 4 * 16 * 2 * 8
+    assert reported["kernel scratch"] == seen["kernel scratch"] == by_hand
 
 
 def test_a_head_of_its_own_is_widened_as_its_gradient_is_added():
