@@ -1,9 +1,11 @@
 """A draw depends on its names and on nothing that happened before."""
 
 import random
+import traceback
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from memtrain.trainers.runtime.seed import (
     restore_random_state,
     seed_everything,
     seed_step,
+    seed_torch,
     torch_generator,
 )
 
@@ -74,6 +77,19 @@ def test_dropout_of_a_micro_batch_does_not_depend_on_what_came_before():
         for micro_batch_id, mask in dropped([rank, rank + 2]).items():
             assert mask.equal(one_rank[micro_batch_id])
     assert not one_rank[0].equal(one_rank[1])
+
+
+def test_the_numbers_of_a_step_are_those_of_torch_and_no_stack_is_written_down(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """torch.manual_seed formatted the stack two or three times in every step, 1.6 ms of processor time."""
+    torch.manual_seed(derive_seed(4, "micro-batch", 7, 2, 0))
+    expected = torch.randn(8)
+    monkeypatch.setattr(traceback, "format_stack", lambda *_: pytest.fail("A stack was formatted."))
+    seed_torch(derive_seed(4, "micro-batch", 7, 2, 0))
+    assert torch.randn(8).equal(expected)
+    seed_step(4, 7, 2)
+    assert torch.randn(8).equal(expected)
 
 
 def test_global_generators_come_back_through_a_file(tmp_path: Path):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from memtrain.trainers.runtime.seed import seed_torch
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RandomStates:
@@ -35,7 +37,7 @@ def own_states(device: torch.device) -> RandomStates:
     """States of their own, which a number drawn now decides: for numbers that are drawn more than once."""
     seed = int(torch.randint(2**62, (1,)))
     with restored(device, is_on=True):
-        torch.manual_seed(seed)
+        seed_torch(seed)
         return random_states(device)
 
 
