@@ -385,6 +385,7 @@ ARCHITECTURES = {
     "smollm3": arch("smollm3", EVERY),
     "olmo2": arch("olmo2"),
     "olmo3": arch("olmo3", EVERY, sliding_window=None),
+    "olmo3, LoRA": arch("olmo3", EVERY | {"adapter": LORA}, sliding_window=None),
     "granite": arch("granite", logits_scaling=2.0),
     "gemma": arch("gemma", head_dim=32, tie_word_embeddings=True),
     "qwen3_moe": arch("qwen3_moe", head_dim=32, moe_intermediate_size=96, **EXPERTS),

@@ -16,7 +16,12 @@ from memtrain.memory.estimate.context_parallel import (
     score_pairs,
     ulysses_kept,
 )
-from memtrain.memory.estimate.experts import clamped_forward, experts_backward, experts_kept
+from memtrain.memory.estimate.experts import (
+    clamped_forward,
+    experts_backward,
+    experts_kept,
+    keeps_entering,
+)
 from memtrain.memory.estimate.flash_scratch import flash_scratch
 from memtrain.memory.estimate.quantized import packs_itself, unpacked
 from memtrain.memory.estimate.workload import Workload, once
@@ -99,11 +104,26 @@ def layer_kept(load: Workload) -> int:
     shape, N, a = load.shape, load.N, load.a
     kept = norm_kept(load, shape.family.num_wide_norms * shape.width, num_scales=shape.family.num_wide_norms)
     # The inputs of the two groups of linear maps: q, k, v, and gate, up.
-    attention_input = load.trains_all or _keeps_input(load, "q_proj", "k_proj", "v_proj", "qkv_proj")
+    attention_input = _keeps_attention_input(load)
     mlp_input = load.trains_all or _keeps_input(load, "gate_proj", "up_proj", "gate_up_proj")
     # What was dropped after the attention and after the MLP: a mask and a product each.
     kept += a * N * shape.width * (attention_input + mlp_input + 4 * shape.hidden_dropout)
     return kept + attention_kept(load) + mlp_kept(load) + adapter_kept(load)
+
+
+def _keeps_attention_input(load: Workload) -> bool:
+    return load.trains_all or _keeps_input(load, "q_proj", "k_proj", "v_proj", "qkv_proj")
+
+
+def keeps_its_input(load: Workload) -> bool:
+    """Whether a layer's input itself is among what it keeps.
+
+    The first norm keeps it in float32 and in a fused kernel; without a norm before, the first maps do.
+    """
+    family = load.shape.family
+    if family.norms_after and family.num_wide_norms == 2:
+        return _keeps_attention_input(load)
+    return not load.is_half or load.is_fused
 
 
 def kept_despite(load: Workload) -> int:
@@ -132,12 +152,15 @@ def layer_backward(load: Workload) -> int:
     In the MLP: everything kept, and the gradients of the product's two factors and of the residual stream
     (the product itself is gone by then; Liger writes them over the factors, and the product's own is there).
     In the attention: what the attention kept, its gradients, and the kernel's scratch. Packed weights are
-    unpacked at other moments; bitsandbytes' 8-bit products hold copies of their rows besides.
+    unpacked at other moments; bitsandbytes' 8-bit products hold copies of their rows besides. A norm after
+    the MLP goes before both, while all that the layer kept is there.
     """
     if load.settings.quantize == "8bit" and load.shape.experts is None and not packs_itself(load.settings):
         return max(mlp_backward(load), attention_backward(load)) + dequantized(load)
     made = max(mlp_backward(load), attention_backward(load), unpacking_backward(load))
-    return max(made, recomputed_forward(load))
+    if load.shape.family.norms_after and not load.settings.liger:
+        made = max(made, layer_kept(load) + _last_norm_backward(load))
+    return max(made, recomputed_forward(load), clamped_recomputed(load))
 
 
 def unpacking_backward(load: Workload) -> int:
@@ -198,6 +221,22 @@ def recomputed_forward(load: Workload) -> int:
         return 0
     product = 0 if _needs_product(load) else load.shape.mlp_width
     return layer_kept(load) + load.a * load.N * (product + 2 * load.shape.width)
+
+
+@once
+def clamped_recomputed(load: Workload) -> int:
+    """Bytes while clamped experts multiply in a layer's recomputation; 0 where there are none.
+
+    Their outputs are not there yet, the tokens that enter them are. Beside them the residual stream and the
+    gradient that comes in, and its copies for each expert of a token, which are made before the first kept
+    tensor is asked for.
+    """
+    made = clamped_forward(load)
+    if not made or load.shape.experts is None or not load.settings.checkpoint_every:
+        return 0
+    # Where a stack is trained or adapted what enters it is among what the layer keeps.
+    entering = load.shape.experts.num_per_token * (1 - keeps_entering(load))
+    return layer_kept(load) + made + layer_boundary(load) * (2 + entering)
 
 
 @once
@@ -294,6 +333,14 @@ def norm_backward(load: Workload) -> int:
     return load.N * load.shape.width * (copies + others * load.a)
 
 
+def _last_norm_backward(load: Workload) -> int:
+    """The same of a norm that a layer ends with, in half precision: the gradient that comes in and five
+    float32 copies, after which the normalized form that is kept for a trained scale is gone."""
+    if not load.is_half:
+        return norm_backward(load)
+    return load.N * load.shape.width * (load.a + 20 - 4 * load.trains_all)
+
+
 @once
 def positions_and_mask(load: Workload) -> int:
     """Tables that a pass makes once for all layers: cosines and sines, and the masks of some back ends.
@@ -301,7 +348,9 @@ def positions_and_mask(load: Workload) -> int:
     A block mask is four tables of int32 [N / 128, N / 128], two by queries and two by keys, and the number of
     each token's segment and prompt. Counted in trainers/model/attention/flex.py.
     """
-    cosines = 2 * load.a * load.N * load.shape.head_dim * load.shape.family.num_rotary
+    family = load.shape.family
+    each = 4 if family.rotary_in_float else load.a
+    cosines = 2 * each * load.N * load.shape.head_dim * family.num_rotary
     if load.settings.attention == "transformers" and load.settings.device == "cuda":
         # A causal mask of each padded row, as it is made and in the precision of the scores.
         rows = load.batch.rows

@@ -22,11 +22,9 @@ def experts_kept(load: Workload) -> int:
         return 0
     copies = load.N * experts.num_per_token
     ranks = stack_ranks(load)
-    of_gate_up, of_down = (
-        load.trains_all or ranks.get(name, 0) > 0 for name in ("gate_up_proj", "down_proj")
-    )
+    of_down = load.trains_all or ranks.get("down_proj", 0) > 0
     steps = (6 if experts.is_clamped else 3) + of_down
-    width = (1 + of_gate_up) * load.shape.width + steps * experts.mlp_width
+    width = (1 + keeps_entering(load)) * load.shape.width + steps * experts.mlp_width
     rows = copies * load.a * (width + sum(ranks.values()))
     # Adapters in half precision are rounded for each pass, and kept.
     rounded = 0
@@ -48,6 +46,11 @@ def clamped_forward(load: Workload) -> int:
         return 0
     keeps = load.trains_all or stack_ranks(load).get("down_proj", 0) > 0
     return load.a * load.N * experts.num_per_token * experts.mlp_width * (4 - keeps)
+
+
+def keeps_entering(load: Workload) -> bool:
+    """Whether the tokens that enter the experts are kept: gate and up are trained or adapted."""
+    return load.trains_all or stack_ranks(load).get("gate_up_proj", 0) > 0
 
 
 def stack_ranks(load: Workload) -> dict[str, int]:

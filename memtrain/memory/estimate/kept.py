@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import (
+    keeps_its_input,
     kept_despite,
     layer_boundary,
     layer_kept,
@@ -66,9 +67,9 @@ def kept(load: Workload) -> Kept:
     stay = min(count, settings.offload_keep + 1) if is_away else count
     everything = stay * boundary + count * kept_despite(load) + (num_layers - count) * full + tables
     is_last_plain = (num_layers - 1) % every != 0
-    # In float32, and by fused kernels, the input that was held is the tensor that the first norm keeps. Where
-    # the last one left too, the one before it is fetched by then.
-    keeps_input = not load.is_half or load.is_fused
+    # What was held may be a tensor that the layer keeps. Where the last one left too, the one before
+    # it is fetched by then.
+    keeps_input = keeps_its_input(load)
     is_one_ahead = is_away and not settings.offload_keep and count > 1
     shared = boundary if keeps_input and not is_one_ahead else 0
     of_first = boundary if keeps_input and (not is_away or settings.offload_keep >= count) else 0

@@ -21,6 +21,10 @@ class Family:
     """q, k and v are one linear map, gate and up another."""
     norms_in_float: bool = False
     """The norm multiplies by its scale in float32 (others round first)."""
+    norms_after: bool = False
+    """The MLP's output goes through a norm before it is added."""
+    rotary_in_float: bool = False
+    """Tables of rotary positions are float32 whatever the layers are."""
     has_fused: bool = False
     """Norms, rotary positions and MLPs have a form in few kernels (trainers/model/kernels)."""
     sliding: Literal["none", "all", "types"] = "none"
@@ -73,19 +77,29 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(bias="none", fused=True, sliding="all", defaults=_defaults(32064, 3072, 8192, 32, 32)),
     "granite": Family(has_fused=True, defaults=_defaults(32000, 4096, 11008, 32, 32)),
-    "olmo2": Family(qk_norm="whole", norms_in_float=True, defaults=_OLMO),
+    "olmo2": Family(
+        qk_norm="whole", norms_in_float=True, norms_after=True, rotary_in_float=True, defaults=_OLMO
+    ),
     "olmo3": Family(
-        qk_norm="whole", norms_in_float=True, sliding="types", defaults=_OLMO | {"sliding_window": 4096}
+        qk_norm="whole",
+        norms_in_float=True,
+        norms_after=True,
+        rotary_in_float=True,
+        sliding="types",
+        defaults=_OLMO | {"sliding_window": 4096},
     ),
     "gemma": Family(
         norms_in_float=True,
         defaults=_defaults(256000, 3072, 24576, 28, 16, num_key_value_heads=16, **_GEMMA),
     ),
-    "gemma2": Family(num_wide_norms=4, norms_in_float=True, sliding="types", defaults=_GEMMA2),
+    "gemma2": Family(
+        num_wide_norms=4, norms_in_float=True, norms_after=True, sliding="types", defaults=_GEMMA2
+    ),
     "gemma3_text": Family(
         qk_norm="head",
         num_wide_norms=4,
         norms_in_float=True,
+        norms_after=True,
         sliding="types",
         num_rotary=2,
         defaults=_GEMMA3,
