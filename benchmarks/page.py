@@ -8,10 +8,10 @@ command and commit of its figures. Rows where memtrain loses stay.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -763,10 +763,15 @@ def mib(num_bytes: float) -> str:
 
 def main() -> None:
     """Write the page."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "results"
-    out = Path(sys.argv[2]) if len(sys.argv) > 2 else HERE.parent / "docs" / "benchmarks.md"
-    out.write_text(page(read_results(folder)))
-    print(f"wrote {out}")
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("results", nargs="?", type=Path, default=HERE / "results", help="folder of results")
+    parser.add_argument("page", nargs="?", type=Path, default=HERE.parent / "docs" / "benchmarks.md")
+    asked = parser.parse_args()
+    results = read_results(asked.results)
+    if not results:
+        parser.error(f"{asked.results} has no results: a page of it would say nothing")
+    asked.page.write_text(page(results))
+    print(f"wrote {asked.page}")
 
 
 if __name__ == "__main__":
