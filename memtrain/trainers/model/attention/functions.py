@@ -61,11 +61,15 @@ FIX = "set model.attention: transformers and length.packing: none, which is one 
 
 
 def register() -> None:
-    """Make every back end known to transformers under its name in `NAMES`. Imports no back end yet."""
+    """Make every back end known to transformers under its name in `NAMES`. Imports no back end yet.
+
+    A function that is known stays: compiled layers have one that the compiler leaves alone.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for backend, name in NAMES.items():
-        ALL_ATTENTION_FUNCTIONS.register(name, _attention_function(backend))
+        if name not in ALL_ATTENTION_FUNCTIONS:
+            ALL_ATTENTION_FUNCTIONS.register(name, _attention_function(backend))
 
 
 def attend_of(backend: AttentionBackend) -> Attend:

@@ -1,16 +1,19 @@
 """Compiled layers: the same numbers, few compilations for many lengths, and those are reported."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.model.attention import set_attention
+from memtrain.trainers.model.attention.functions import attention_switched
 from memtrain.trainers.model.attention.row_layout import packed_layout
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.compiled_layers import (
@@ -91,6 +94,17 @@ def test_completions_are_written_by_the_layers_as_they_are(tiny_llama):
     again = NativeSampler(model, AttentionBackend.TORCH_CPU, 4).generate(groups, Sampling(max_tokens=6))
     assert again == plain
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+
+
+def test_attention_stays_outside_of_compiled_layers_whatever_model_comes_after(tiny_llama):
+    """A reward model, or a sampler that attends otherwise while it writes, must not bring it back."""
+    model = made(tiny_llama)
+    compile_layers(model, backend="aot_eager")
+    set_attention(tiny_llama(), AttentionBackend.TORCH_CPU)
+    with attention_switched(model, "eager"):
+        pass
+    attention: Any = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    assert attention._torchdynamo_disable
 
 
 def test_models_that_cannot_be_compiled_are_refused(tiny_llama):
