@@ -5,6 +5,7 @@
     python benchmarks/exactness.py --having packing     # cells with a strategy; the others' results stay
     python benchmarks/exactness.py --having X --pairs   # those alone and in pairs
     python benchmarks/exactness.py --rules              # models with windows, sinks, capped scores: minutes
+    python benchmarks/exactness.py --compiled           # compiled layers: minutes
     python benchmarks/exactness.py --page               # the pages again, from the results
 
 A cell is a recipe that must use the strategies of the cell (`memory.use`) and none of the others
@@ -34,6 +35,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import compiled_cells
 import numpy as np
 import torch
 from result_files import write_result
@@ -64,6 +66,7 @@ from memtrain.trainers.tools.verify.verify import Pair, compare_steps, plain_pla
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "exactness.json"
 RULED_RESULTS = ROOT / "benchmarks" / "results" / "exactness_rules.json"
+COMPILED_RESULTS = ROOT / "benchmarks" / "results" / "exactness_compiled.json"
 PAGE = ROOT / "docs" / "exactness.md"
 STRATEGIES_PAGE = ROOT / "docs" / "strategies.md"
 METHODS_SHOWN = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo", "ppo", "distill")
@@ -136,11 +139,14 @@ class Cell:
     strategies: tuple[str, ...]
     rule: str = ""
     """Of RULED; empty: the model has none."""
+    is_compiled: bool = False
+    """Its layers are compiled (see compiled_cells.py)."""
 
     @property
     def name(self) -> str:
         """In words."""
-        return f"{self.method} {self.rule} {self.backend} {'+'.join(self.strategies)}"
+        compiled = " compiled" if self.is_compiled else ""
+        return f"{self.method} {self.rule} {self.backend}{compiled} {'+'.join(self.strategies)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +184,9 @@ class Matrix:
             return Outcome(cell, "broken", f"the plan uses {', '.join(besides)} against memory.never")
         key = f"{cell.method} {cell.rule} {plan.settings.model_dump_json()}"
         if key not in self.made:
-            self.made[key] = proven(plan, self.plain_runs)
+            self.made[key] = (
+                compiled_cells.proven(plan) if cell.is_compiled else proven(plan, self.plain_runs)
+            )
         return Outcome(cell, *self.made[key])
 
     def plan(self, cell: Cell) -> Plan:
@@ -215,7 +223,7 @@ def words_of(cell: Cell) -> list[str]:
         words.append(f"memory.slice_tokens={SLICE_TOKENS_OF_FEW_ROWS if is_small else SLICE_TOKENS}")
     if "optimizer_in_backward" in cell.strategies:
         words.append("optim.max_grad_norm=null")
-    return words
+    return [*words, *compiled_cells.WORDS] if cell.is_compiled else words
 
 
 def brought_along(cell: Cell) -> tuple[str, ...]:
@@ -341,6 +349,13 @@ def ruled_cells() -> Iterator[Cell]:
                     yield Cell(method, backend, strategies, rule)
 
 
+def compiled() -> Iterator[Cell]:
+    """Cells of compiled layers."""
+    for method in compiled_cells.METHODS:
+        for backend, strategies in compiled_cells.combinations(EXACT):
+            yield Cell(method, backend, strategies, is_compiled=True)
+
+
 def spread(count: int) -> list[Cell]:
     """`count` cells spread over the matrix, the same ones always."""
     every = list(cells())
@@ -359,6 +374,7 @@ def main() -> None:
     parser.add_argument("--having", choices=NAMES, help="cells with this one; the others' results stay")
     parser.add_argument("--pairs", action="store_true", help="no triples; with --having, or a new --method")
     parser.add_argument("--rules", action="store_true", help="models with windows, sinks or caps alone")
+    parser.add_argument("--compiled", action="store_true", help="compiled layers alone")
     asked = parser.parse_args()
     parts = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     has_triples = asked.method is None or any(len(cell[1]) > 2 for cell in parts[asked.method]["cells"])
@@ -367,6 +383,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if asked.rules:
         write_result(RULED_RESULTS, ruled())
+    elif asked.compiled:
+        write_result(COMPILED_RESULTS, of_compiled())
     elif not asked.page:
         for method in [asked.method] if asked.method else METHODS_SHOWN:
             largest = 2 if asked.pairs else LARGEST
@@ -374,11 +392,13 @@ def main() -> None:
             write_result(RESULTS, parts)
     parts = json.loads(RESULTS.read_text())
     of_rules = json.loads(RULED_RESULTS.read_text())
-    PAGE.write_text(page(parts, of_rules["cells"]))
+    compiled_results = json.loads(COMPILED_RESULTS.read_text())
+    PAGE.write_text(page(parts, of_rules["cells"], compiled_results))
     write_result(PROVEN, proven_pairs(parts))
     STRATEGIES_PAGE.write_text(strategies_page())
     is_broken = any(one[3] == "broken" for part in parts.values() for one in part["cells"])
-    sys.exit(is_broken or any(one["kind"] == "broken" for one in of_rules["cells"]))
+    others = (*of_rules["cells"], *compiled_results["cells"])
+    sys.exit(is_broken or any(one["kind"] == "broken" for one in others))
 
 
 def made_of(
@@ -423,21 +443,36 @@ def ruled() -> dict[str, object]:
             # Plain runs are known by their recipe, which does not name the model.
             matrix.plain_runs = PlainRuns()
             found += [matrix.outcome(cell) for cell in ruled_cells() if cell.rule == rule]
+    return of_a_kind("rules", found, len(matrix.made), started)
+
+
+def of_compiled() -> dict[str, object]:
+    """The cells of compiled layers, with where they were made."""
+    started = time.time()
+    with TemporaryDirectory() as folder:
+        matrix = Matrix(Path(folder))
+        found = [matrix.outcome(cell) for cell in compiled()]
+    return of_a_kind("compiled", found, len(matrix.made), started)
+
+
+def of_a_kind(kind: str, found: list[Outcome], num_made: int, started: float) -> dict[str, object]:
+    """The result of an option that makes cells of one kind."""
     for one in found:
         if one.kind == "broken":
             print("broken:", one.cell.name, one.says, flush=True)
-    print(f"{len(found):,} cells, {len(matrix.made):,} plans, {time.time() - started:.0f} s")
+    print(f"{len(found):,} cells, {num_made:,} plans, {time.time() - started:.0f} s")
     cells = [
-        {"rule": one.cell.rule, "method": one.cell.method, "backend": one.cell.backend}
+        ({"rule": one.cell.rule} if one.cell.rule else {})
+        | {"method": one.cell.method, "backend": one.cell.backend}
         | {"strategies": one.cell.strategies, "kind": one.kind, "says": one.says}
         | {"worst": None if one.worst is None else round(one.worst, 4)}
         for one in found
     ]
-    where = as_json("rules", [], len(matrix.made), round(time.time() - started))
+    where = as_json(kind, [], num_made, round(time.time() - started))
     reported = {
         key: where[key] for key in ("device", "commit", "date", "versions", "distinct_plans", "seconds")
     }
-    return {"command": "python benchmarks/exactness.py --rules", **reported, "cells": cells}
+    return {"command": f"python benchmarks/exactness.py --{kind}", **reported, "cells": cells}
 
 
 def as_json(method: str, found: list[dict], num_made: int, seconds: int) -> dict[str, object]:
@@ -487,7 +522,7 @@ def read(parts: dict) -> list[dict]:
     ]
 
 
-def page(parts: dict, of_rules: list[dict]) -> str:
+def page(parts: dict, of_rules: list[dict], compiled_results: dict) -> str:
     """docs/exactness.md."""
     found = read(parts)
     counts = Counter(one["kind"] for one in found)
@@ -517,8 +552,7 @@ def page(parts: dict, of_rules: list[dict]) -> str:
         "",
         "Back ends that need a GPU (flash, flash3, torch_varlen, flex), and what has nothing to do on a CPU",
         f"(`optimizer_offload`) or in one process (`{'`, `'.join(OF_SEVERAL_PROCESSES)}`), are not measured",
-        "here. Compiled layers (`model.compile: on`) are held against plain ones by tests, with and without",
-        "checkpointing, LoRA and FSDP2, in float32 to 1e-5: a cell would be compiled for minutes.",
+        "here. Cells of compiled layers are below.",
         "",
         "| method | cells | plans made | seconds | device | date | commit | torch |",
         "|---|---|---|---|---|---|---|---|",
@@ -542,6 +576,7 @@ def page(parts: dict, of_rules: list[dict]) -> str:
     if alone := [name for name in EXACT if name not in in_threes]:
         lines += [f"No triples with `{'`, `'.join(alone)}` were made.", ""]
     lines += _rules_section(of_rules)
+    lines += compiled_cells.section(compiled_results)
     lines += ["## Triples", "", *_triples(found), "", "## Why cells are refused", "", *_reasons(found), ""]
     return "\n".join(lines)
 

@@ -70,3 +70,18 @@ def test_a_strategy_that_does_not_act_breaks_its_cell(matrix: Any, monkeypatch: 
     )
     cell = exactness.Cell("sft", "masked", ("activation_checkpointing",))
     assert "activation_checkpointing did not act" in broken(matrix, [cell])[0]
+
+
+@pytest.mark.slow  # Ten seconds of compiling, and more where no compiled kernels are kept.
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_compiled_layers_are_exact(matrix: Any, method: str):
+    """Alone and checkpointed. grpo writes answers before it compiles: its sampler attends otherwise."""
+    cells = [
+        cell
+        for cell in exactness.compiled()
+        if (cell.method, cell.backend) == (method, "torch_cpu")
+        and cell.strategies in ((), ("activation_checkpointing",))
+    ]
+    found = [matrix.outcome(cell) for cell in cells]
+    assert [(one.kind, one.says) for one in found] == [("exact", "")] * 2

@@ -1,0 +1,92 @@
+"""Cells of the exactness matrix with compiled layers (`model.compile: on`): see exactness.py --compiled.
+
+Each is held against the plain run, which compiles nothing. torch's own compiler makes the kernels (inductor,
+C++ on a CPU), as in a run. Fused kernels round numbers in between otherwise; in float32 the limits of
+`memtrain verify` hold. Operators inside of a compiled layer cannot be watched, so a cell shows its numbers
+and that graphs were compiled, not each strategy at work.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from memtrain.memory.plan.plan import Plan
+from memtrain.trainers.tools.verify.compare import differences
+from memtrain.trainers.tools.verify.contamination import probe_contamination
+from memtrain.trainers.tools.verify.fixed_rollout import Rollouts
+from memtrain.trainers.tools.verify.plans import deterministic, on_one_process
+from memtrain.trainers.tools.verify.record import trained_weights
+from memtrain.trainers.tools.verify.verify import build_pair
+
+METHODS = ("sft", "dpo", "grpo", "ppo", "distill")
+"""Methods with one forward pass, a pair's, written answers, a value model, and a teacher."""
+BACKENDS = ("torch_cpu", "transformers")
+BESIDE = "activation_checkpointing"
+"""A strategy that calls a compiled layer in another way: with it all others are made in pairs."""
+STEPS = 2
+"""Other lengths in the second: a graph of the first must serve it."""
+WORDS = ("model.compile=on", "memory.measure_peaks=false")
+"""Overrides of a cell. On a CPU peaks are counted operator by operator, which the plan refuses here."""
+
+
+def combinations(exact: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(back end, strategies) of the cells of a method: nothing beside, each alone, and on the first back end
+    in pairs."""
+    yield from itertools.product(BACKENDS, [(), *((name,) for name in exact)])
+    yield from ((BACKENDS[0], (BESIDE, name)) for name in exact if name != BESIDE)
+
+
+def proven(plan: Plan) -> tuple[str, str, float]:
+    """(exact or broken, what is broken, the largest difference over its limit) of steps of a plan."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    pair = build_pair(deterministic(on_one_process(plan, steps=STEPS)), Rollouts())
+    before, faults, worst = trained_weights(pair.planned.built), list[str](), 0.0
+    for number in range(STEPS):
+        pair.plain.take_weights(before)
+        mine = pair.planned.step(number, want_stats=number == 0)
+        theirs = pair.plain.step(number, want_stats=number == 0, gradients=mine.gradients)
+        for name, one in differences(mine, theirs, before, None).named().items():
+            worst = max(worst, one.value / one.limit)
+            faults += [] if one.is_within else [f"{name} {one.value:.1e} at {one.where}"]
+        before = mine.weights
+    seen = probe_contamination(pair.planned, pair.plain, np.concatenate(pair.planned.work(0).micro_batches))
+    faults += [seen.fault] if seen is not None and seen.fault else []
+    faults += [] if torch._dynamo.utils.counters["stats"]["unique_graphs"] else ["nothing was compiled"]
+    return ("broken" if faults else "exact"), "; ".join(faults), worst
+
+
+def section(results: dict) -> list[str]:
+    """The section of docs/exactness.md."""
+    found = results["cells"]
+    versions, made = results["versions"], results["distinct_plans"]
+    lines = [
+        "## Compiled layers",
+        "",
+        "`model.compile: on` with nothing beside, with each exact strategy, and with each beside",
+        f"`{BESIDE}` ({BACKENDS[0]}), against the plain run that compiles nothing; by",
+        "`python benchmarks/exactness.py --compiled`. Kernels are made by inductor, as in a run; numbers in",
+        f"between are rounded otherwise, within the same limits. {STEPS} steps of unlike rows. Operators",
+        "inside of a compiled layer cannot be watched: a cell shows its numbers, that no row sees another,",
+        "and that graphs were compiled. Under FSDP2 a test shows the same.",
+        "",
+        f"{made} plans in {results['seconds']:,} s on {results['device']}, torch {versions['torch']}, "
+        f"{results['date']}, commit {results['commit']}.",
+        "",
+        "| method | back end | exact | refused | broken | largest difference, of its limit |",
+        "|---|---|---|---|---|---|",
+    ]
+    for method, backend in itertools.product(METHODS, BACKENDS):
+        here = [one for one in found if (one["method"], one["backend"]) == (method, backend)]
+        kinds = Counter(one["kind"] for one in here)
+        worst = max((one["worst"] for one in here if one["worst"] is not None), default=0.0)
+        counts = f"{kinds['exact']} | {kinds['refused']} | {kinds['broken']}"
+        lines.append(f"| {method} | {backend} | {counts} | {worst:.0%} |")
+    reasons = Counter(one["says"] for one in found if one["kind"] == "refused")
+    lines += ["", "| cells | reason in the plan |", "|---|---|"]
+    return [*lines, *(f"| {count} | {reason} |" for reason, count in reasons.most_common()), ""]
