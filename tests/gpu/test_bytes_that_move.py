@@ -20,10 +20,12 @@ KEPT = (
 CHECKPOINTED = ("memory.activation_checkpointing=on", "memory.activation_offloading=off")
 PLAIN = (*CHECKPOINTED, "memory.streamed_layers=off")
 STEPPED = ("optim.max_grad_norm=null",)
+ADAPTER = ("model.adapter={r: 4}",)
 PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "boundaries": (PLAIN, ("memory.activation_checkpointing=on", "memory.activation_offloading=on")),
     "all": (KEPT, ("memory.activation_checkpointing=off", "memory.activation_offloading=on")),
     "optimizer states": (PLAIN, (*PLAIN, "memory.optimizer_offload=on")),
+    "frozen weights": ((*PLAIN, *ADAPTER), (*PLAIN, *ADAPTER, "memory.weights_offload=on")),
     "steps in the backward pass": ((*PLAIN, *STEPPED), (*PLAIN, *STEPPED, "optim.in_backward=on")),
 }
 

@@ -38,6 +38,17 @@ def test_fused_kernels_keep_the_loss(plan_of: Callable[..., Plan], steps_of: Cal
     assert fused.losses == pytest.approx(plain.losses, rel=2e-2)
 
 
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_compiled_layers_keep_the_loss(method: str, plan_of: Callable[..., Plan], steps_of: Callable):
+    """By kernels that torch's compiler writes. Answers are written by layers as they are."""
+    words = ("model.liger=off", "model.kernels=transformers", "memory.measure_peaks=false")
+    plain, compiled = (
+        steps_of(plan_of(method, *words, f"model.compile={one}", dtype="float32")) for one in ("off", "on")
+    )
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-4, abs=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
 def test_triton_tiles_keep_the_loss(plan_of: Callable[..., Plan], steps_of: Callable, cuda: torch.device):
     forms = ("torch", "triton")
     plans = [plan_of("sft", "memory.loss=chunked", "model.liger=off", dtype="float32") for _ in forms]
