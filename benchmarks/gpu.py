@@ -53,6 +53,7 @@ def main() -> int:
     }
     worker = Worker(worker_command(work, stand_in=asked.stand_in), dict(os.environ), asked.out / "log.txt")
     tracers = Tracers(asked.out, work)
+    tracers.go_on(results.read(asked.out))
     run = Run(asked.out, worker, asked.limit_s, traces=tracers.begin)
     try:
         left = run.down(wanted, where)
@@ -64,7 +65,7 @@ def main() -> int:
     write_result(asked.out / "summary.json", summed)
     (asked.out / "page.html").write_text(page(found, summed))
     print(end_words(len(left), len(wanted), untraced, asked.out), flush=True)
-    # Traces that are given up end with this process; their threads would be waited for.
+    # Traces that are left end with this process; their threads would be waited for.
     os._exit(4 if left else 0)
 
 
@@ -126,7 +127,7 @@ def today() -> str:
 
 def end_words(left: int, wanted: int, untraced: int, out: Path) -> str:
     """The last line."""
-    traces = f"; {untraced} traces were given up" if untraced else ""
+    traces = f"; {untraced} traces are left to the next call" if untraced else ""
     state = f"{left} of {wanted} stages are left: the same command goes on" if left else "all stages are done"
     return f"{state}{traces}. {out / 'page.html'}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError, wait
 from pathlib import Path
@@ -23,8 +24,25 @@ class Tracers:
         self.lock = Lock()
 
     def begin(self, stage: str, job: str) -> None:
-        """Trace a job; its prediction is written under the name of its stage."""
-        self.under_way.append(self.pool.submit(self._trace, stage, Path(job)))
+        """Trace the job in a file; its prediction is written under the name of its stage.
+
+        The job is among the results first: where it is given up, a later call still knows it.
+        """
+        text = Path(job).read_text(encoding="utf-8")
+        with self.lock:
+            results.append(self.out, {"job_of": stage, "job": json.loads(text)})
+        self._submit(stage, text)
+
+    def go_on(self, records: list[results.Record]) -> None:
+        """Begin what an earlier call gave up."""
+        done = {one["trace_of"] for one in records if "trace_of" in one}
+        jobs = {one["job_of"]: json.dumps(one["job"]) for one in records if "job_of" in one}
+        for stage, text in jobs.items():
+            if stage not in done:
+                self._submit(stage, text)
+
+    def _submit(self, stage: str, job: str) -> None:
+        self.under_way.append(self.pool.submit(self._trace, stage, job))
 
     def finish(self, limit_s: float) -> int:
         """Wait so long; the number of traces that are then not done, and are given up."""
@@ -38,13 +56,13 @@ class Tracers:
         self.pool.shutdown(wait=False, cancel_futures=True)
         return len(left)
 
-    def _trace(self, stage: str, path: Path) -> None:
+    def _trace(self, stage: str, job: str) -> None:
         from memtrain.cli.measure.variants import peak_of_steps
         from memtrain.errors import LaunchError
         from memtrain.trainers.tools.trace.client import TraceJob, traced
 
         try:
-            made = traced(TraceJob.model_validate_json(path.read_text()), timeout_s=LIMIT_S, cache=self.cache)
+            made = traced(TraceJob.model_validate_json(job), timeout_s=LIMIT_S, cache=self.cache)
             reported = {"traced_bytes": peak_of_steps(made.prediction), "seconds": made.seconds}
         except LaunchError as error:
             reported = {"fault": error.faults[0].what}

@@ -2,10 +2,12 @@
 code."""
 
 import json
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 
+import memtrain
 from memtrain.cli.app import run
 from memtrain.memory.hardware import devices as hardware
 from memtrain.trainers.model.attention.probe import Outcome
@@ -17,10 +19,20 @@ def test_it_runs_what_can_run_here(capsys: pytest.CaptureFixture[str]):
     assert run(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert torch.__version__.startswith(found["versions"]["torch"])
+    assert found["versions"]["memtrain"] == memtrain.__version__
     outcomes = {(one["area"], one["name"]): one["outcome"] for one in found["findings"]}
     assert outcomes["attention", "torch_cpu"] == "works"
     assert outcomes["attention", "masked"] == "works"
     assert outcomes["quantization", "4bit"] == "not here"
+
+
+def test_its_own_version_is_known_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "version", missing)
+    versions = doctor.examine().versions
+    assert (versions["memtrain"], versions["torch"]) == (memtrain.__version__, "")
 
 
 def test_it_reads_as_a_table_of_eighty_columns(capsys: pytest.CaptureFixture[str]):

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from first_light.page import page
 from first_light.stages.profiling import covered
 from first_light.summary import summary
 from first_light.supervise import Run, Worker
+from first_light.traces import Tracers
 
 ROOT = Path(__file__).parents[2]
 WORKER = """
@@ -226,3 +228,22 @@ LITTLE = (
     *("24 GiB/0.6B", "TRL/0.6B full", "k = 2", "longest row/0.6B", f"grid/{GRID[0].name}"),
     *(f"grid/{one.name}" for one in GRID[:8] if one.method == "kto"),
 )
+
+
+def test_a_trace_that_a_call_gave_up_is_made_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Though the folder of work, where its job lay, is gone by then. One that is there is not made again."""
+    made: list[str] = []
+    path = tmp_path / "job.json"
+    path.write_text('{"rows": 2}')
+    monkeypatch.setattr(Tracers, "_trace", lambda self, stage, job: made.append(f"{stage} {job}"))
+    first = Tracers(tmp_path, tmp_path)
+    monkeypatch.setattr(first.pool, "submit", lambda *given: Future[None]())
+    first.begin("steps/a", str(path))
+    first.begin("steps/b", str(path))
+    assert first.finish(0.0) == 2
+    path.unlink()
+    results.append(tmp_path, {"trace_of": "steps/b", "traced_bytes": 7})
+    second = Tracers(tmp_path, tmp_path)
+    second.go_on(results.read(tmp_path))
+    assert second.finish(10.0) == 0
+    assert made == ['steps/a {"rows": 2}']

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import memtrain
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.model.attention.probe import Outcome, probe
 from memtrain.trainers.runtime.allocator import expandable_in_force, use_expandable_segments
 
 PACKAGES = (
-    *("memtrain", "torch", "transformers", "accelerate", "datasets", "peft", "safetensors"),
+    *("torch", "transformers", "accelerate", "datasets", "peft", "safetensors"),
     *("triton", "flash-attn", "flash-attn-3", "liger-kernel", "bitsandbytes", "deepspeed", "vllm"),
 )
 """Distributions whose versions are shown."""
@@ -84,7 +85,8 @@ def run_check(
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    # Its own is that of the code that runs, which may not be installed.
+    found = {"python": platform.python_version(), "memtrain": memtrain.__version__}
     for name in PACKAGES:
         try:
             found[name] = version(name)

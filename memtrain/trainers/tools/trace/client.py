@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import memtrain
 from memtrain.errors import LaunchError
 from memtrain.memory.estimate.auxiliary_models import RewardShape, reward_model_batch
 from memtrain.memory.estimate.workload import HeaviestBatch
@@ -82,7 +83,7 @@ class Traced(Section):
     """Whether the result was found before, and comes from disk."""
 
 
-PACKAGES = ("memtrain", "torch", "transformers", "peft", "liger_kernel", "deepspeed")
+PACKAGES = ("torch", "transformers", "peft", "liger_kernel", "deepspeed")
 """Packages whose code a trace runs."""
 
 
@@ -202,8 +203,9 @@ def _key(text: str) -> str:
 
 
 def _newest_source() -> str:
-    """Time of the newest source file of the trainers: an edited step is another step."""
-    folder = Path(__file__).parents[2]
+    """Time of the newest source file: an edited step is another step, and a kernel's scratch is counted by
+    formulas of the planner."""
+    folder = Path(memtrain.__file__).parent
     return str(max(file.stat().st_mtime_ns for file in folder.rglob("*.py")))
 
 
