@@ -1,7 +1,7 @@
 """Cells of the exactness matrix with compiled layers (`model.compile: on`): see exactness.py --compiled.
 
 Each is held against the plain run, which compiles nothing. torch's own compiler makes the kernels (inductor,
-C++ on a CPU), as in a run. Fused kernels round numbers in between otherwise; in float32 the limits of
+C++ on a CPU), as in a run. Fused kernels round numbers in between otherwise; the limits of
 `memtrain verify` hold. Operators inside of a compiled layer cannot be watched, so a cell shows its numbers
 and that graphs were compiled, not each strategy at work.
 """
@@ -21,7 +21,7 @@ from memtrain.trainers.tools.verify.contamination import probe_contamination
 from memtrain.trainers.tools.verify.fixed_rollout import Rollouts
 from memtrain.trainers.tools.verify.plans import deterministic, on_one_process
 from memtrain.trainers.tools.verify.record import trained_weights
-from memtrain.trainers.tools.verify.verify import build_pair
+from memtrain.trainers.tools.verify.verify import build_pair, wide_step, yardstick_of
 
 METHODS = ("sft", "dpo", "grpo", "ppo")
 """Methods with one forward pass, a pair's, written answers, and a value model."""
@@ -50,11 +50,15 @@ def proven(plan: Plan) -> tuple[str, str, float]:
     torch._dynamo.utils.counters.clear()
     pair = build_pair(deterministic(on_one_process(plan, steps=STEPS)), Rollouts())
     before, faults, worst = trained_weights(pair.planned.built), list[str](), 0.0
+    yardstick = yardstick_of(pair) if plan.settings.dtype != "float32" else None
     for number in range(STEPS):
+        wants, wide = number == 0, None
         pair.plain.take_weights(before)
-        mine = pair.planned.step(number, want_stats=number == 0)
-        theirs = pair.plain.step(number, want_stats=number == 0, gradients=mine.gradients)
-        for name, one in differences(mine, theirs, before, None).named().items():
+        mine = pair.planned.step(number, want_stats=wants)
+        theirs = pair.plain.step(number, want_stats=wants, gradients=mine.gradients)
+        if yardstick is not None:
+            wide = wide_step(yardstick, number, before, mine, wants)
+        for name, one in differences(mine, theirs, before, wide).named().items():
             worst = max(worst, one.value / one.limit)
             faults += [] if one.is_within else [f"{name} {one.value:.1e} at {one.where}"]
         before = mine.weights

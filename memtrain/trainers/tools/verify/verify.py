@@ -149,7 +149,7 @@ def compare_steps(pair: Pair, steps: int) -> Compared:
     planned, plain = pair.planned, pair.plain
     before = trained_weights(planned.built)
     plain.take_weights(before)
-    yardstick = _yardstick(pair) if planned.plan.settings.dtype != "float32" else None
+    yardstick = yardstick_of(pair) if planned.plan.settings.dtype != "float32" else None
     found: list[StepDifferences] = []
     watches = Watch(planned, 0), Watch(plain, 0)
     for number in range(steps):
@@ -158,7 +158,7 @@ def compare_steps(pair: Pair, steps: int) -> Compared:
         around = watches if number == 0 else (None, None)
         mine = planned.step(number, want_stats=want_stats, watched=around[0])
         theirs = plain.step(number, want_stats=want_stats, gradients=mine.gradients, watched=around[1])
-        wide = _wide_step(yardstick, number, before, mine, want_stats) if yardstick is not None else None
+        wide = wide_step(yardstick, number, before, mine, want_stats) if yardstick is not None else None
         found.append(differences(mine, theirs, before, wide))
         before = mine.weights
         plain.take_weights(before)
@@ -168,7 +168,7 @@ def compare_steps(pair: Pair, steps: int) -> Compared:
     return Compared(found, ran, plainly, watches[0].work)
 
 
-def _yardstick(pair: Pair) -> Side:
+def yardstick_of(pair: Pair) -> Side:
     """The plain side in float32, with the weights of the plain side."""
     plan = in_float32(pair.plain.plan)
     built = built_side(plan, is_plain=True)
@@ -177,7 +177,8 @@ def _yardstick(pair: Pair) -> Side:
     return Side(plan, built, pair.planned.rollouts, is_plain=True)
 
 
-def _wide_step(side: Side, number: int, before: Weights, mine: Recorded, want_stats: bool) -> Recorded:
+def wide_step(side: Side, number: int, before: Weights, mine: Recorded, want_stats: bool) -> Recorded:
+    """The same step of that side, from the weights before it."""
     side.take_weights(before)
     return side.step(number, want_stats=want_stats, gradients=mine.gradients)
 
