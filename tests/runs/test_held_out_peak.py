@@ -1,4 +1,4 @@
-"""Held-out rows that are longer than those of training: their evaluation is predicted before the run."""
+"""Held-out rows that are longer or shorter than those of training: their evaluation is predicted as it is."""
 
 import json
 from pathlib import Path
@@ -40,10 +40,15 @@ def rows_of(method: str, words: int) -> list[dict[str, str]]:
     return [{"prompt": "count", "chosen": text, "rejected": text + " four"} for text in texts]
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
-def test_the_evaluation_of_longer_held_out_rows_is_predicted(method: str, tmp_path: Path) -> None:
-    """With the rows of training it was 11.8 MiB, and 44.8 measured."""
-    for name, words in (("train", 3), ("held_out", 100)):
+@pytest.mark.parametrize(
+    ("method", "of_train", "of_held_out"),
+    [("sft", 3, 100), ("dpo", 3, 100), ("grpo", 3, 100), ("dpo", 60, 3)],
+)
+def test_the_evaluation_of_other_held_out_rows_is_predicted(
+    method: str, of_train: int, of_held_out: int, tmp_path: Path
+) -> None:
+    """With the rows of training, evaluation of longer ones was 11.8 MiB, and 44.8 measured."""
+    for name, words in (("train", of_train), ("held_out", of_held_out)):
         lines = map(json.dumps, rows_of(method, words))
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     files = {name: tmp_path / f"{name}.jsonl" for name in ("train", "held_out")}

@@ -9,7 +9,7 @@ from memtrain.memory.estimate.auxiliary_models import RewardShape, with_beside
 from memtrain.memory.estimate.host_memory import host_bytes, host_shortage
 from memtrain.memory.estimate.host_phases import Owners, highest, host_phases
 from memtrain.memory.estimate.kept import kept_bytes
-from memtrain.memory.estimate.peaks import estimate
+from memtrain.memory.estimate.peaks import estimate, evaluation_moment, phase_peak
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.step_time import step_time
 from memtrain.memory.estimate.teachers import TeacherShape, teacher_load
@@ -132,34 +132,25 @@ def predict(settings: Settings, facts: PlannerInputs, batch: HeaviestBatch | Non
     accumulates = may_accumulate(settings, facts)
     estimated = estimate(settings, facts.shape, batch, accumulates=accumulates)
     made = with_beside(estimated, load, kept_bytes(load), facts.rewards, accumulates=accumulates)
-    made = _with_held_out(made, settings, facts, batch)
+    made = _with_held_out(made, settings, facts)
     if not facts.history.ratios:
         return made
     kind = kind_of_run(settings, facts.shape, facts.method)
     return made.model_copy(update={"correction_bytes": facts.history.correction(kind, made.peak.num_bytes)})
 
 
-def _with_held_out(
-    made: Prediction, settings: Settings, facts: PlannerInputs, batch: HeaviestBatch
-) -> Prediction:
-    """The prediction with the evaluation of held-out rows where these are heavier than those of training."""
+def _with_held_out(made: Prediction, settings: Settings, facts: PlannerInputs) -> Prediction:
+    """The prediction with the evaluation of held-out rows as they are, heavier or lighter than training's."""
     shared, apart = facts.held_out
     profile = apart if apart is not None and not settings.shared_prompts else shared
     if profile is None or METHODS[facts.method].is_online:
         return made
-    heavier = heaviest(settings, replace(facts, profile=profile, unshared=None))
-    if all(new <= old for new, old in zip(heavier[:4], batch[:4], strict=True)):
-        return made
-    estimated = estimate(settings, facts.shape, heavier)
-    load = Workload(settings, facts.shape, heavier)
-    beside = with_beside(estimated, load, kept_bytes(load), facts.rewards)
-    of_held_out = {phase.phase: phase for phase in beside.phases}
-    phases = tuple(
-        max(phase, of_held_out[phase.phase], key=lambda one: one.num_bytes)
-        if phase.phase == "evaluation"
-        else phase
-        for phase in made.phases
-    )
+    batch = heaviest(settings, replace(facts, profile=profile, unshared=None))
+    load = Workload(settings, facts.shape, batch)
+    moment = phase_peak("evaluation", evaluation_moment(load))
+    alone = Prediction(phases=(moment,), method="arithmetic", budget_bytes=None)
+    (own,) = with_beside(alone, load, kept_bytes(load), facts.rewards).phases
+    phases = tuple(own if phase.phase == own.phase else phase for phase in made.phases)
     return made.model_copy(update={"phases": phases})
 
 
