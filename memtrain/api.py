@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from memtrain.errors import Fault, MemtrainError
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.reading.load import load_recipe as read_recipe
+from memtrain.recipes.reading.overrides import words_given_in
 
 if TYPE_CHECKING:
     from memtrain.cli.plan.answer import Answer
@@ -40,7 +41,6 @@ _OPTION = re.compile(
 _WORDS = (
     ("--no-resume", "resume=False"),
     ("--without-data", "reads_data=False"),
-    ("from the command line: ", "from Python: "),
 )
 
 
@@ -218,9 +218,11 @@ def _words(overrides: Overrides | None) -> list[str]:
 
 @contextmanager
 def _errorsof_python() -> Iterator[None]:
-    """Inside, an error that names an option of the command line names the argument of the function here."""
+    """Inside, overrides are from Python, and an error that names an option of the command line names the
+    argument of the function here."""
     try:
-        yield
+        with words_given_in("Python"):
+            yield
     except MemtrainError as error:
         faults = [Fault(*map(of_python, (one.what, one.where, one.fix))) for one in error.faults]
         renamed = type(error)(faults)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from typer.core import TyperGroup
 from memtrain import __version__
 from memtrain.cli.examples import examples_of
 from memtrain.errors import RecipeError
-from memtrain.recipes.registry import METHODS
+from memtrain.recipes.registry import METHODS, nearest_methods
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class _Commands(TyperGroup):
         if (spelled := re.sub(r"[\s_]+", "-", args[0].strip().lower())) in names:
             args = [spelled, *args[1:]]
         if args[0] not in names and not ctx.resilient_parsing:
-            near = difflib.get_close_matches(args[0], names, n=2)
+            near = nearest_methods(args[0], names)
             raise RecipeError(
                 f"'{args[0]}' is not a command of memtrain",
                 where="the command line",

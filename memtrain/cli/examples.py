@@ -32,7 +32,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "status": ("memtrain status runs/my",),
     "logs": ("memtrain logs runs/my -f",),
     "check": ("memtrain check my.yaml", "memtrain check my.yaml --all"),
-    "show-data": ("memtrain show-data my.yaml -n 1", "memtrain show-data my.yaml --eval"),
+    "show-data": (
+        "memtrain show-data rows.jsonl",
+        "memtrain show-data my.yaml -n 1",
+        "memtrain show-data my.yaml --eval",
+    ),
     "inspect-lengths": (
         "memtrain inspect-lengths rows.jsonl",
         "memtrain inspect-lengths rows.jsonl --model Qwen/Qwen3-0.6B --html lengths.html",

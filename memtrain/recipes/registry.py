@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -174,3 +176,13 @@ def spelled_method(text: str) -> str:
     if known := next((name for name in METHODS if name.replace("_", "") == letters), None):
         return known
     return re.sub(r"[\s-]+", "_", text.strip().lower())
+
+
+def nearest_methods(text: str, known: Collection[str] | None = None) -> list[str]:
+    """At most two of the known methods that a misspelled word may mean, the likeliest first.
+
+    The first letter is rarely mistyped: `dppo` is dpo sooner than ppo.
+    """
+    near = difflib.get_close_matches(text.lower(), METHODS if known is None else known, n=3)
+    first = text[:1].lower()
+    return sorted(near, key=lambda name: (name[0] != first, near.index(name)))[:2]

@@ -57,6 +57,14 @@ def test_a_plan_for_a_card_is_that_of_the_command():
     assert "<iframe" in plan._repr_html_()
 
 
+def test_decisions_say_that_values_came_from_python(tmp_path: Path):
+    loaded = memtrain.load_recipe("quickstart", {"optim.lr": 1e-4})
+    assert loaded.where("optim.lr") == "from Python: `optim.lr=0.0001`"
+    reasons = json.dumps(memtrain.plan(loaded, budget="2GiB").as_json())
+    assert "from Python: `memory.budget=2GiB`" in reasons
+    assert "from the command line" not in reasons
+
+
 def test_errors_name_the_argumentsof_python_and_no_options():
     recipe = memtrain.load_recipe("quickstart", {"cluster.device": "auto"})
     with pytest.raises(RecipeError) as unknown:

@@ -70,3 +70,11 @@ def test_words_of_other_trainers_for_a_reward_model_are_known(
 ):
     assert main(["init", spelling]) == 0
     assert "method: reward\n" in capsys.readouterr().out
+
+
+def test_a_misspelled_dpo_is_not_taken_for_ppo(capsys: pytest.CaptureFixture[str]):
+    for words in (["init", "dppo"], ["dppo", "rows.jsonl"]):
+        assert main(words) == 2
+        assert "did you mean dpo or ppo?" in capsys.readouterr().err
+    assert main(["check", "quickstart", "method=dppo"]) == 2
+    assert "did you mean 'dpo' or 'ppo'?" in capsys.readouterr().err

@@ -48,3 +48,26 @@ def test_rows_that_are_not_held_out_cannot_be_shown(capsys: pytest.CaptureFixtur
     assert "the recipe holds no rows out" in capsys.readouterr().err
     assert main(["show-data", "my.yaml", "--eval", "data.eval_fraction=0.4", "-n", "9"]) == 0
     assert capsys.readouterr().out.count("--- rows.jsonl:") == 1
+
+
+def test_a_dataset_is_shown_without_a_recipe_as_the_method_of_its_columns(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["show-data", "rows.jsonl", "-n", "1"]) == 0
+    reported = capsys.readouterr().out
+    assert reported.startswith("Rows of rows.jsonl, as sft has them")
+    assert "[[It is 1.<|im_end|>\n]]" in reported
+    (folder / "pairs").mkdir()
+    (folder / "pairs" / "a.jsonl").write_text('{"prompt": "p", "chosen": "yes", "rejected": "no"}\n')
+    assert main(["show-data", "pairs", "model.path=builtin:tiny"]) == 0
+    reported = capsys.readouterr().out
+    assert reported.startswith("Rows of pairs, as dpo has them")
+    assert "a.jsonl:1, chosen: " in reported
+
+
+def test_prompts_alone_lead_to_a_recipe_with_rewards(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "prompts.jsonl").write_text('{"prompt": "p"}\n')
+    assert main(["show-data", "prompts.jsonl"]) == 2
+    reported = capsys.readouterr().err
+    assert "the rows of prompts.jsonl are prompts alone" in reported
+    assert "memtrain show-data my.yaml data.train=prompts.jsonl" in reported

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import textwrap
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 
 from memtrain.cli.output.terminal import columns, write_text
 from memtrain.errors import RecipeError
-from memtrain.recipes.registry import spelled_method
+from memtrain.recipes.registry import nearest_methods, spelled_method
 
 Config = Annotated[
     str,
@@ -75,11 +74,11 @@ def _import(
 
     method = None if method is None else spelled_method(method)
     if method is not None and method not in IMPORTED:
-        near = difflib.get_close_matches(method, IMPORTED, n=1)
+        near = nearest_methods(method, IMPORTED)
         raise RecipeError(
             f"unknown method '{method}'",
             where="--method",
-            fix=f"did you mean {near[0]}?" if near else f"give one of {', '.join(IMPORTED)}",
+            fix=f"did you mean {' or '.join(near)}?" if near else f"give one of {', '.join(IMPORTED)}",
         )
     foreign = read_foreign(config, tool, method, processes)
     made = imported(foreign, "recipe.yaml" if output is None else str(output))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from memtrain.cli.output.terminal import write_text
 from memtrain.errors import RecipeError
-from memtrain.recipes.registry import METHODS, spelled_method
+from memtrain.recipes.registry import METHODS, nearest_methods, spelled_method
 from memtrain.recipes.sections.methods.pair_losses import PAIR_LOSSES
 
 
@@ -36,8 +35,8 @@ def init(
 
     method = spelled_method(method)
     if method not in METHODS:
-        near = difflib.get_close_matches(method, METHODS, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"the methods are {', '.join(METHODS)}"
+        near = nearest_methods(method)
+        fix = f"did you mean {' or '.join(near)}?" if near else f"the methods are {', '.join(METHODS)}"
         if method in PAIR_LOSSES:
             fix = f"{method} is a loss of dpo: memtrain init dpo, and dpo.loss: {method} in the recipe"
         raise RecipeError(f"unknown method '{method}'", "the command line", fix)

@@ -1,4 +1,4 @@
-"""`memtrain show-data RECIPE`: encoded rows as the model sees them, trained text marked."""
+"""`memtrain show-data RECIPE_OR_DATASET`: encoded rows as the model sees them, trained text marked."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memtrain.cli.arguments import OverridesArgument, RecipeArgument
+from memtrain.cli.arguments import OverridesArgument, complete_recipe
 
 if TYPE_CHECKING:
     from memtrain.trainers.data.store.shown_rows import Piece
 
+RecipeOrDataset = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE_OR_DATASET",
+        help="A recipe, or a data file or folder: its method is read off its columns.",
+        autocompletion=complete_recipe,
+        show_default=False,
+    ),
+]
 Rows = Annotated[int, typer.Option("-n", "--rows", min=1, help="Number of sequences to show.")]
 Held = Annotated[bool, typer.Option("--eval", help="Show held-out rows in place of training rows.")]
 
 
 def show_data(
-    recipe: RecipeArgument,
+    recipe: RecipeOrDataset,
     overrides: OverridesArgument = None,
     rows: Rows = 3,
     held_out: Held = False,
@@ -28,9 +37,10 @@ def show_data(
     brackets]].
     """
     from memtrain.cli.launch.summary import reading_progress
-    from memtrain.cli.output.previous_notes import read_recipe
+    from memtrain.cli.output.previous_notes import print_renamed, read_recipe
     from memtrain.cli.output.terminal import print_text
     from memtrain.cli.plan.recipe_lines import at_their_lines
+    from memtrain.cli.plan.shown_dataset import is_dataset, recipe_to_show
     from memtrain.errors import RecipeError
     from memtrain.recipes.recipe import HAS_ANSWERS
     from memtrain.trainers.data.packing.by_method import held_out_of
@@ -40,7 +50,12 @@ def show_data(
     from memtrain.trainers.data.store.token_store import TokenStore
     from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
-    loaded = read_recipe(recipe, overrides or ())
+    if is_dataset(recipe):
+        loaded, sentence = recipe_to_show(recipe, overrides or ())
+        print_renamed(loaded)
+        print_text(sentence)
+    else:
+        loaded = read_recipe(recipe, overrides or ())
     asked = loaded.recipe
     with reading_progress() as progress, at_their_lines(loaded):
         data = prepare(asked, progress=progress)

@@ -20,6 +20,7 @@ from memtrain.recipes.reading.field_types import (
 from memtrain.recipes.reading.renamed_keys import RENAMED_VALUES, renamed_value
 from memtrain.recipes.reading.yaml_tree import Items, Mapping, Node, Path, dotted, plain
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import nearest_methods
 from memtrain.recipes.sections.base import UNITS, Section, parse_bytes
 from memtrain.recipes.sections.methods.pair_losses import PAIR_LOSSES
 
@@ -56,6 +57,8 @@ def way_out(path: Path, annotation: Annotation, node: Node) -> str:
         return f"write {key}: {'on' if value else 'off'}"
     if path == ("method",) and isinstance(value, str) and value.lower() in PAIR_LOSSES:
         return f"{value.lower()} is a loss of dpo: write method: dpo, and dpo.loss: {value.lower()}"
+    if path == ("method",) and isinstance(value, str) and (near := nearest_methods(value)):
+        return "did you mean " + " or ".join(f"'{name}'" for name in near) + "?"
     near = difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.6) if isinstance(value, str) else []
     if near:
         return f"did you mean '{near[0]}'?"

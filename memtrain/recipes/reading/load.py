@@ -197,7 +197,8 @@ def _text(path: Path, asked_at: Place | None) -> str:
         raise RecipeError(
             f"{path} is a data file, not a recipe",
             where or "the command line",
-            f"train on it without one (memtrain sft {path} --model MODEL), or write one (memtrain init sft)",
+            f"plan each length of it (memtrain inspect-lengths {path} --model MODEL), show its rows "
+            f"(memtrain show-data {path}), or train on it (memtrain sft {path} --model MODEL; dpo for pairs)",
         )
     try:
         with path.open("rb") as file:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from memtrain.recipes.reading.previous_names import renewed_override
 from memtrain.recipes.reading.yaml_reader import read_yaml
 from memtrain.recipes.reading.yaml_tree import Entry, Faults, Items, Leaf, Mapping, Node, Path, Place, dotted
 
+_GIVEN_IN: ContextVar[str] = ContextVar("_GIVEN_IN", default="the command line")
 _KEY = re.compile(r"[^\s.\[\]=]+(?:\.[^\s.\[\]=]+|\[[0-9]+\])*")
 
 
@@ -18,6 +21,16 @@ _FULL_FORMS: dict[Path, str] = {
     ("rewards", "functions"): "function",
 }
 """Keys whose value may be a text alone, and the key that this text has in the long form."""
+
+
+@contextmanager
+def words_given_in(place: str) -> Generator[None]:
+    """Inside, the places of overrides read `from {place}`, in decisions and errors."""
+    before = _GIVEN_IN.set(place)
+    try:
+        yield
+    finally:
+        _GIVEN_IN.reset(before)
 
 
 def _full_form(path: Path) -> str | None:
@@ -42,7 +55,7 @@ def apply_overrides(tree: Mapping, overrides: Sequence[str], faults: Faults) -> 
     reaches into a list. Words that cannot be taken are noted in `faults`.
     """
     for word in overrides:
-        place = Place(f"from the command line: `{word}`")
+        place = Place(f"from {_GIVEN_IN.get()}: `{word}`")
         key, equals, text = word.partition("=")
         if not equals or not _KEY.fullmatch(key) or key.startswith(("+", "~", "-")):
             faults.add(
