@@ -91,6 +91,16 @@ def test_of_unlike_cards_the_smallest_decides(monkeypatch):
     assert found.rates == Hardware.named("a100-40").rates
 
 
+def test_every_line_of_the_table_is_a_possible_card():
+    """A slip of a digit in a rate would time every run on that card wrongly."""
+    for card in CARDS:
+        assert 1.9 <= card.half_tflops / card.single_tflops <= 30.1, card.name
+        # Operations that a product makes for each byte that the memory gives: 70 to 420 in all generations.
+        assert 60 <= card.half_tflops * 1e3 / card.gb_per_s <= 430, card.name
+        assert card.pcie_gb_per_s in (16, 32, 64, 450), card.name
+        assert 0 < card.reached <= 1, card.name
+
+
 def test_drivers_names_find_their_own_line_of_the_table():
     lines = {
         "NVIDIA H100 80GB HBM3": "H100",
