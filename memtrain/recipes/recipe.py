@@ -124,6 +124,11 @@ class Recipe(Section):
         return self.online is not None or (taught is not None and taught.on_policy_fraction > 0)
 
     @property
+    def learns_entropy(self) -> bool:
+        """Whether the loss has the entropy of the policy in it."""
+        return getattr(self.online, "entropy_coef", 0.0) != 0.0
+
+    @property
     def generation(self) -> Generate:
         """The `generate:` section, with its defaults; one completion of a row where a teacher judges it."""
         section = self.generate or Generate()

@@ -125,7 +125,9 @@ def predicted_of(one: Variant, heaviest: tuple[int, int, int, int]) -> int:
     """Bytes predicted of a variant, given (rows, tokens, loss tokens, longest row) of the measured batch."""
     if one.off_plan is None:
         return one.predicted_bytes
-    batch = HeaviestBatch(*heaviest, head_output_of(one.off_plan.method))
+    batch = HeaviestBatch(
+        *heaviest, head_output_of(one.off_plan.method, learns_entropy=one.off_plan.learns_entropy)
+    )
     return peak_of_steps(predict(one.plan.settings, one.off_plan, batch))
 
 

@@ -245,6 +245,7 @@ def facts_without_data(
         profile=profile,
         count_steps=assumed_counter(recipe, profile),
         method=recipe.method,
+        learns_entropy=recipe.learns_entropy,
         unshared=unshared,
         rewards=reward_shapes(recipe, looked.config, lambda model: look_at_model(model).config),
         taught=recipe.taught,

@@ -117,6 +117,7 @@ def facts_of(
         profile=shared.profile,
         count_steps=_counter(recipe, shared),
         method=recipe.method,
+        learns_entropy=recipe.learns_entropy,
         unshared=None if unshared is None else (unshared.profile, _counter(recipe, unshared)),
         held_out=(shared.held_out, None if unshared is None else unshared.held_out),
         rewards=reward_shapes(recipe, config),

@@ -72,12 +72,14 @@ def _full_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:
     """Full logits, in units of 4*S*V: 1 is kept (the log-softmax), 2 with a soft cap.
 
     Forward: the logits beside it, and a tile of statistics. Backward: the gradients of it and of the logits.
-    With entropies that may be learnt from, the probabilities are kept besides, and their product is made.
+    With entropies that are learned from, the probabilities are kept besides, and their product is made; with
+    counted ones there is a tile of statistics.
     """
     logits = 4 * load.S * load.shape.vocab_size
     cap = logits if load.shape.logit_softcap else 0
     asks, foreign = load.batch.asks, load.batch.foreign
-    tile = min(STATISTICS * logits, load.settings.loss_tile_bytes) if asks is HeadOutput.NLL else 0
+    has_tile = asks in (HeadOutput.NLL, HeadOutput.STATISTICS)
+    tile = min(STATISTICS * logits, load.settings.loss_tile_bytes) if has_tile else 0
     kept, forward, backward, evaluation = FULL_LOGITS.get(asks, (1, 2, 3, 2))
     if load.batch.teacher is not None:
         kept, forward, backward, evaluation = load.batch.teacher.logits
@@ -94,6 +96,7 @@ def _full_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:
 FULL_LOGITS: dict[HeadOutput, tuple[float, float, float, float]] = {
     HeadOutput.NLL: (1, 2, 3, 2),
     HeadOutput.LOGPS: (1, 2, 3, 2),
+    HeadOutput.STATISTICS: (1, 2, 3, 2),
     HeadOutput.ENTROPIES: (2, 4, 4, 4),
 }
 """(kept, forward, backward, evaluation) of full logits, in copies of them. Counted in

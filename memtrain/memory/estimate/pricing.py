@@ -59,6 +59,8 @@ class PlannerInputs:
     """Tokens of the longest prompt of `eval.samples` and `eval.metrics`."""
     num_written: int = 1
     """Prompts of the one of these that has most."""
+    learns_entropy: bool = False
+    """The loss of an online method has the entropy in it."""
     rewards: tuple[RewardShape, ...] = ()
     """Reward models that judge completions."""
     taught: Distill | None = None
@@ -187,7 +189,7 @@ def heaviest(settings: Settings, facts: PlannerInputs, num_steps: int = 1) -> He
     if profile.rows_per_sequence > 1:
         longest = profile.longest_piece
     scored = 0 if METHODS[facts.method].head == "score" else profile.most_scored(sequences, tokens)
-    asks = head_output_of(facts.method, settings)
+    asks = head_output_of(facts.method, settings, learns_entropy=facts.learns_entropy)
     batch = HeaviestBatch(rows, tokens, scored, longest, asks, facts.foreign)
     if settings.padding_free:
         batch = batch._replace(segments=profile.most_segments(most_rows, most_tokens))
@@ -196,12 +198,14 @@ def heaviest(settings: Settings, facts: PlannerInputs, num_steps: int = 1) -> He
     return _taught(settings, facts, batch)
 
 
-def head_output_of(method: str, settings: Settings | None = None) -> HeadOutput:
+def head_output_of(
+    method: str, settings: Settings | None = None, *, learns_entropy: bool = False
+) -> HeadOutput:
     """Outputs that the loss of a method needs from the LM head. (`sft.loss: dft` asks for a little more.)"""
     if METHODS[method].has_teacher:
         return HeadOutput.TOP_K if settings is not None and settings.teacher == "file" else HeadOutput.TEACHER
     if METHODS[method].is_online:
-        return HeadOutput.ENTROPIES
+        return HeadOutput.ENTROPIES if learns_entropy else HeadOutput.STATISTICS
     return HeadOutput.LOGPS if METHODS[method].num_answers else HeadOutput.NLL
 
 

@@ -84,8 +84,14 @@ class Grpo(PolicyMethod[GrpoRecipe]):
         self, model: nn.Module, micro_batch: PolicyMicro, *, denominator: float, want_stats: bool
     ) -> Loss:
         """The policy loss, divided as its name says (not by `denominator`); sums over tokens."""
-        wants_entropy = want_stats or self.section.entropy_coef != 0
-        scored = answer_scores(model, micro_batch, temperature=self.temperature, want_entropy=wants_entropy)
+        learns_entropy = self.section.entropy_coef != 0
+        scored = answer_scores(
+            model,
+            micro_batch,
+            temperature=self.temperature,
+            want_entropy=want_stats or learns_entropy,
+            learns_entropy=learns_entropy,
+        )
         _, outside = self.old_and_mismatch(scored.logp_N, micro_batch)
         batch = PolicyBatch(
             logp_N=scored.logp_N,

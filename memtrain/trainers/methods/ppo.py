@@ -113,9 +113,13 @@ class Ppo(PolicyMethod[PpoRecipe]):
         """Policy loss + value_coef * value loss - entropy_coef * entropy, means over the tokens of the step
         that may be trained on (not over `denominator`); sums over tokens."""
         section, num_tokens = self.section, max(1.0, micro_batch.norms.num_tokens)
-        wants_entropy = want_stats or section.entropy_coef != 0
+        learns_entropy = section.entropy_coef != 0
         scored, value_N = valued_scores(
-            model, micro_batch, temperature=self.temperature, want_entropy=wants_entropy
+            model,
+            micro_batch,
+            temperature=self.temperature,
+            want_entropy=want_stats or learns_entropy,
+            learns_entropy=learns_entropy,
         )
         assert micro_batch.token_advantage_N is not None, "The tokens were weighed."
         assert micro_batch.return_N is not None, "The tokens were weighed."

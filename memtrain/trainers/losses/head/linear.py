@@ -45,6 +45,8 @@ class LogprobOptions(NamedTuple):
 
     want_entropy: bool = False
     want_log_sum_squares: bool = False
+    learns_entropy: bool = True
+    """Gradients of the entropies are asked for. Without, the full logits are not copied for them."""
 
 
 LOGPROBS_ALONE = LogprobOptions()
@@ -64,7 +66,9 @@ def linear_logprob(
     again (four matrix products in all). Saved: hidden states, weights and two numbers a token. Under
     autocast the products take autocast's dtype, the weight is cast once a pass, sums stay fp32.
     """
-    asked = _score_options(pairs, rule)._replace(**options._asdict())
+    asked = _score_options(pairs, rule)._replace(
+        want_entropy=options.want_entropy, want_log_sum_squares=options.want_log_sum_squares
+    )
     scores = TileScores(*TokenScores.apply(asked, targets_N, bias, *_flat(pairs)))
     return LogprobResult(scores.logp_T, scores.entropy_T, scores.log_sum_squares_T)
 

@@ -55,9 +55,17 @@ def full_logprob(
     """Log-probs as `linear_logprob` gives them, with all logits held in place of tiles."""
     logits_NV = full_logits(pairs, rule, bias=bias)
     logp_NV = logits_NV.log_softmax(-1)
-    entropy_N = -(logp_NV.exp() * logp_NV).sum(-1) if options.want_entropy else None
+    entropy_N = _entropies(logp_NV, rule.tile_bytes, options) if options.want_entropy else None
     squares_N = (2.0 * logp_NV.detach()).logsumexp(-1) if options.want_log_sum_squares else None
     return LogprobResult(logp_NV.gather(1, targets_N[:, None])[:, 0], entropy_N, squares_N)
+
+
+def _entropies(logp_NV: Tensor, tile_bytes: int, options: LogprobOptions) -> Tensor:
+    """Entropies [N]; a tile at a time where nobody asks for their gradient."""
+    if options.learns_entropy:
+        return -(logp_NV.exp() * logp_NV).sum(-1)
+    rows = _rows_of_tile(logp_NV, tile_bytes)
+    return torch.cat([-(logp.exp() * logp).sum(-1) for logp in logp_NV.detach().split(rows)])
 
 
 def full_nll(
@@ -82,7 +90,7 @@ def full_nll(
 
 def _statistics(logits_NV: Tensor, targets_N: Tensor, tile_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probs of the targets, entropies, whether a target has the highest logit), a tile at a time."""
-    rows = max(1, tile_bytes // (TILE_COPIES * logits_NV.element_size() * logits_NV.shape[1]))
+    rows = _rows_of_tile(logits_NV, tile_bytes)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for logits, targets in zip(logits_NV.split(rows), targets_N.split(rows), strict=True):
         logp, target = logits.log_softmax(-1), targets[:, None]
@@ -90,3 +98,7 @@ def _statistics(logits_NV: Tensor, targets_N: Tensor, tile_bytes: int) -> tuple[
         parts.append((chosen, -(logp.exp() * logp).sum(-1), found >= logits.amax(-1)))
     logp_N, entropy_N, is_best_N = (torch.cat(one) for one in zip(*parts, strict=True))
     return logp_N, entropy_N, is_best_N
+
+
+def _rows_of_tile(logits_NV: Tensor, tile_bytes: int) -> int:
+    return max(1, tile_bytes // (TILE_COPIES * logits_NV.element_size() * logits_NV.shape[1]))

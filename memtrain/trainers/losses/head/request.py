@@ -66,10 +66,11 @@ class LogprobRequest:
         temperature: float = 1.0,
         want_entropy: bool = False,
         want_log_sum_squares: bool = False,
+        learns_entropy: bool = True,
     ) -> None:
         self.targets_N = targets_N
         self.temperature = temperature
-        self.options = LogprobOptions(want_entropy, want_log_sum_squares)
+        self.options = LogprobOptions(want_entropy, want_log_sum_squares, learns_entropy)
 
     def about(self, which_n: Tensor) -> LogprobRequest:
         """The same question about some of the tokens."""

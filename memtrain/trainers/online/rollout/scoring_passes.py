@@ -29,25 +29,40 @@ Ints = NDArray[np.int64]
 
 
 def answer_scores(
-    model: nn.Module, micro_batch: PolicyMicro, *, temperature: float, want_entropy: bool
+    model: nn.Module,
+    micro_batch: PolicyMicro,
+    *,
+    temperature: float,
+    want_entropy: bool,
+    learns_entropy: bool = False,
 ) -> LogprobResult:
-    """Log-probs (and entropies) of the tokens of all answers [N].
+    """Log-probs (and entropies) of the tokens of all answers [N]; entropies with gradients where the loss
+    learns from them.
 
     Tokens go to the experts that the sampler chose, where the model can be told them.
     """
     inside = micro_batch.answers.micro_batch
     _send(model, micro_batch.routes_TLK)
-    request = LogprobRequest(inside.targets, temperature=temperature, want_entropy=want_entropy)
+    request = LogprobRequest(
+        inside.targets, temperature=temperature, want_entropy=want_entropy, learns_entropy=learns_entropy
+    )
     return model(inside.model_inputs(), inside.scored_index, request)
 
 
 def valued_scores(
-    model: nn.Module, micro_batch: PolicyMicro, *, temperature: float, want_entropy: bool
+    model: nn.Module,
+    micro_batch: PolicyMicro,
+    *,
+    temperature: float,
+    want_entropy: bool,
+    learns_entropy: bool = False,
 ) -> Valued:
     """The same, with the values [N] that a value model expects before each token."""
     inside = micro_batch.answers.micro_batch
     _send(model, micro_batch.routes_TLK)
-    request = LogprobRequest(inside.targets, temperature=temperature, want_entropy=want_entropy)
+    request = LogprobRequest(
+        inside.targets, temperature=temperature, want_entropy=want_entropy, learns_entropy=learns_entropy
+    )
     return model(inside.model_inputs(), inside.scored_index, ValuedRequest(request))
 
 

@@ -110,6 +110,29 @@ def test_logprob_and_entropy_gradients_equal_full_logits(rule, adapter, by_colum
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
+def test_entropies_that_nobody_learns_from_are_the_same_bits_and_keep_nothing(rule):
+    """The full logits kept their probabilities for a gradient that no loss asked for."""
+    heads = [make_head(), make_head()]
+    found = [
+        full_logprob(
+            head.pairs(True),
+            head.targets,
+            LogitRule(tile_bytes=TILE, **rule),
+            LogprobOptions(want_entropy=True, learns_entropy=learns),
+            bias=head.bias,
+        )
+        for head, learns in zip(heads, (True, False), strict=True)
+    ]
+    assert found[1].entropy_N.equal(found[0].entropy_N)
+    assert found[1].logp_N.equal(found[0].logp_N)
+    assert found[0].entropy_N.requires_grad
+    assert not found[1].entropy_N.requires_grad
+    for head, result in zip(heads, found, strict=True):
+        (result.logp_N * head.weights).sum().backward()
+    assert worst_gradient_error(*heads) == 0
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("extra", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}], ids=str)
 @pytest.mark.parametrize("by_columns", [False, True], ids=["in_forward", "columns"])
 @pytest.mark.parametrize("want_stats", [False, True], ids=["plain", "stats"])
