@@ -301,3 +301,17 @@ def test_memory_is_predicted_for_pairs_or_not_claimed(tmp_path: Path, capsys: py
     found = json.loads(shown(capsys, *words, "--method", "dpo"))
     assert found["candidates"][0]["cost"]["peak_bytes"] > 0
     assert found["notes"][-1].startswith("Memory and time are predicted for ")
+
+
+def test_a_length_that_leaves_no_row_is_told_as_such_and_not_as_one_that_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    data = tmp_path / "long.jsonl"
+    data.write_text(
+        "".join(json.dumps({"prompt": "Say " * 40, "completion": "abc " * 9}) + "\n" for _ in "ab")
+    )
+    words = (str(data), "--model", "builtin:tiny", "--max-length", "16,64,256", "length.truncation=drop")
+    out = shown(capsys, *words)
+    assert "At max_length 16, 64 no row is left to train on" in " ".join(out.split())
+    assert re.search(r"^ *256 .* yes$", out, re.MULTILINE)
+    assert not re.search(r"^ *(16|64) .* no$", out, re.MULTILINE)

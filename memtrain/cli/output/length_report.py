@@ -38,10 +38,10 @@ def screen_lines(found: Inspection, width: int, *, block: str = "#") -> Iterator
         yield "", False
         yield title, True
         yield from _table(table, width)
-    refusal = _refusal(found)
-    if refusal is not None:
-        yield "", False
-        yield from _plain(refusal, width)
+    for sentence in (_refusal(found), _emptied(found)):
+        if sentence is not None:
+            yield "", False
+            yield from _plain(sentence, width)
     yield "", False
     yield "Recommended", True
     yield from _plain(found.recommendation.reason, width)
@@ -179,6 +179,14 @@ def _refusal(found: Inspection) -> str | None:
     return f"{refused[0].max_length:,} does not fit: {refused[0].cost.words}."
 
 
+def _emptied(found: Inspection) -> str | None:
+    """The candidates that leave no row to plan, where others are planned."""
+    emptied = [f"{one.max_length:,}" for one in found.candidates if one.cost is None]
+    if not emptied or len(emptied) == len(found.candidates):
+        return None
+    return f"At max_length {', '.join(emptied)} no row is left to train on: there is nothing to plan."
+
+
 def _lost(found: Inspection, own: str, other: Sequence[str]) -> Table:
     def lost(one: Candidate, at: int) -> str:
         loss = one.losses[at]
@@ -246,7 +254,7 @@ def _steps(found: Inspection) -> Table:
             cost = one.cost
             peak = gib(cost.peak_bytes) if cost is not None and cost.peak_bytes is not None else "-"
             seconds = f"{cost.step_s:.3g}" if cost is not None and cost.step_s is not None else "-"
-            cells += [peak, seconds, "yes" if cost is not None and cost.fits else "no"]
+            cells += [peak, seconds, "-" if cost is None else "yes" if cost.fits else "no"]
         rows.append(cells)
     return head, rows
 
