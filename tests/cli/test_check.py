@@ -392,3 +392,24 @@ def test_a_method_that_is_missing_is_that_of_the_command(folder: Path, capsys: p
 def test_a_list_is_refused_with_what_is_wrong_in_it(word: str, what: str, capsys: pytest.CaptureFixture[str]):
     assert main(["check", "my.yaml", word]) != 0
     assert f"error: {what}" in capsys.readouterr().err
+
+
+def test_metrics_of_rows_without_prompts_are_refused_before_the_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "texts.jsonl").write_text('{"text": "2 + 2 is 4"}\n' * 8)
+    (folder / "said.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "2"}, {"role": "assistant", "content": "4"}]}\n' * 8
+    )
+    (folder / "m.yaml").write_text(
+        "method: sft\nmodel: {path: builtin:tiny}\ndata: {train: texts.jsonl, eval_fraction: 0.5}\n"
+        "eval: {metrics: {functions: exact_answer}}\n"
+    )
+    for rows in ("texts", "said"):
+        assert main(["check", "m.yaml", f"data.train={rows}.jsonl"]) != 0
+        reported = capsys.readouterr().err
+        assert "error: no held-out row has a prompt" in reported
+        assert "at: m.yaml:4:8 (eval.metrics)" in reported
+    for words in (["data.train=a.jsonl"], ["data.train=said.jsonl", "data.assistant_only_loss=true"]):
+        assert main(["check", "m.yaml", *words]) == 0
+        assert "have a prompt to answer" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memtrain.cli.plan.check_paths import missing_paths
+from memtrain.cli.plan.check_prompts import metric_words
 from memtrain.cli.plan.check_rewards import check_rewards
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.errors import DataError, Fault, LaunchError, MemtrainError, RecipeError
@@ -119,6 +120,8 @@ def check_run(loaded: LoadedRecipe, left_out: frozenset[str] = frozenset()) -> l
             )
         if len(found) == len(sources) and found and has_tokenizer:
             look.at(f"{key}, rendering", lambda found=found: rendering_words(recipe, found, tokenizer()))
+            if not left_out and key == ("data.eval" if recipe.data.eval else "data.train"):
+                look.at("eval.metrics", lambda found=found: metric_words(recipe, found, tokenizer()))
     if not left_out & {"model", "method", "distill"}:
         look.at("teacher", lambda: teacher_words(recipe, compares=has_tokenizer))
     if "rewards" not in left_out:
