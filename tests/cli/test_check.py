@@ -413,3 +413,19 @@ def test_metrics_of_rows_without_prompts_are_refused_before_the_run(
     for words in (["data.train=a.jsonl"], ["data.train=said.jsonl", "data.assistant_only_loss=true"]):
         assert main(["check", "m.yaml", *words]) == 0
         assert "have a prompt to answer" in capsys.readouterr().out
+
+
+def test_a_reward_that_needs_a_column_which_the_rows_lack_is_refused_before_the_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "rw.py").write_text("def f(completion, answer):\n    return 1.0\n")
+    (folder / "p.jsonl").write_text('{"prompt": "a?", "gold": "b"}\n' * 3)
+    (folder / "g.yaml").write_text(
+        "method: grpo\nmodel: {path: builtin:tiny}\ndata: {train: p.jsonl}\nrewards: {functions: ./rw.py:f}\n"
+    )
+    assert main(["check", "g.yaml"]) == 2
+    reported = capsys.readouterr().err
+    assert "reward 'f' needs answer, which the rows do not have" in reported
+    assert "g.yaml:4:" in reported
+    (folder / "p.jsonl").write_text('{"prompt": "a?", "answer": "b"}\n' * 3)
+    assert main(["check", "g.yaml"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from memtrain.errors import RecipeError
@@ -35,13 +36,37 @@ def check_rewards(loaded: LoadedRecipe, data: PreparedData | None = None) -> Non
             check_columns(found, [*store.columns(0), *own])
             _check_models(rewards, store)
     except RecipeError as error:
-        is_ours = (f"{Rewards.KEY}.functions", f"{Metrics.KEY}.functions")
-        raise RecipeError(
-            [
-                replace(one, where=loaded.where(one.where)) if one.where.startswith(is_ours) else one
-                for one in error.faults
-            ]
-        ) from None
+        raise _at_their_lines(loaded, error) from None
+
+
+def _at_their_lines(loaded: LoadedRecipe, error: RecipeError) -> RecipeError:
+    """The error with the lines of the functions that it is about."""
+    is_ours = (f"{Rewards.KEY}.functions", f"{Metrics.KEY}.functions")
+    return RecipeError(
+        [
+            replace(one, where=loaded.where(one.where)) if one.where.startswith(is_ours) else one
+            for one in error.faults
+        ]
+    )
+
+
+def check_first_row(loaded: LoadedRecipe, columns: Sequence[str]) -> None:
+    """Check that the functions of rewards get what they need from the columns of the first row.
+
+    Raises: RecipeError with every fault, each with its line.
+    """
+    rewards = loaded.recipe.rewards
+    if rewards is None:
+        return
+    own = [ENVIRONMENT] if rewards.environment is not None else []
+    try:
+        found = declared_functions(rewards)
+    except RecipeError:  # Told already, by check_rewards.
+        return
+    try:
+        check_columns(found, [*columns, *own])
+    except RecipeError as error:
+        raise _at_their_lines(loaded, error) from None
 
 
 def _check_models(rewards: Rewards, store: TokenStore) -> None:

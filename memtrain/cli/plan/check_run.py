@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from memtrain.cli.plan.check_paths import missing_paths
 from memtrain.cli.plan.check_prompts import metric_words
-from memtrain.cli.plan.check_rewards import check_rewards
+from memtrain.cli.plan.check_rewards import check_first_row, check_rewards
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.errors import DataError, Fault, LaunchError, MemtrainError, RecipeError
 from memtrain.memory.hardware.packages import installed, missing
@@ -120,6 +120,10 @@ def check_run(loaded: LoadedRecipe, left_out: frozenset[str] = frozenset()) -> l
             )
         if len(found) == len(sources) and found and has_tokenizer:
             look.at(f"{key}, rendering", lambda found=found: rendering_words(recipe, found, tokenizer()))
+            if not left_out and key == "data.train" and found[0].reading.form == "prompt":
+                look.at(
+                    "rewards", lambda found=found: _nothing(check_first_row(loaded, columns_of(found[0])))
+                )
             if not left_out and key == ("data.eval" if recipe.data.eval else "data.train"):
                 look.at("eval.metrics", lambda found=found: metric_words(recipe, found, tokenizer()))
     if not left_out & {"model", "method", "distill"}:
@@ -283,6 +287,13 @@ def _rows(found: Found) -> Iterator[tuple[str, Row | BadRow]]:
     for stream in found.streams:
         for line, row in stream.read():
             yield f"{stream.name}:{line}", row
+
+
+def columns_of(found: Found) -> list[str]:
+    """The columns of the first row of a source, but for the prompt."""
+    prompt = found.reading.names
+    first = next((row for _, row in _rows(found) if not isinstance(row, BadRow)), {})
+    return [str(column) for column in first if column != prompt.prompt]
 
 
 def rendering_words(recipe: Recipe, found: Sequence[Found], tokenizer: PreTrainedTokenizerFast) -> str:
