@@ -242,6 +242,9 @@ STRATEGIES = {
     "step in backward, adafactor": sft(
         QWEN, {"in_backward": True, "optimizer": "adafactor"} | EVERY | HALF, **NO_CLIP
     ),
+    "step in backward, adafactor, untied": sft(
+        LLAMA, {"in_backward": True, "optimizer": "adafactor"} | EVERY | HALF, **NO_CLIP
+    ),
     "8-bit AdamW": sft(LLAMA, {"optimizer": "adamw_8bit"} | HALF),
     "paged AdamW": sft(LLAMA, {"optimizer": "paged_adamw"} | HALF),
     "8-bit AdamW, master weights": sft(QWEN, {"optimizer": "adamw_8bit", "master_weights": True} | HALF),
@@ -434,6 +437,7 @@ RANKS = {
     "FSDP2, checkpointed, accumulating": sft(QWEN, FSDP | EVERY | HALF, 2),
     "FSDP2, eight ranks, LoRA": sft(LLAMA, FSDP | {"num_processes": 8, "adapter": LORA} | EVERY),
     "distill, a model, FSDP2": Case("distill", SMALL, FSDP | TAUGHT | EVERY),
+    "distill, a model, FSDP2, layers kept": Case("distill", SMALL, FSDP | TAUGHT),
     "FSDP2, QLoRA, checkpointed, accumulating": sft(
         QWEN, FSDP | {"adapter": LORA, "quantize": "4bit"} | EVERY | HALF, 2
     ),

@@ -54,6 +54,23 @@ def optimizer_scratch(load: Workload) -> int:
     return bucket + made + expanded
 
 
+def scratch_of_tensor(load: Workload, num_weights: int, *, is_map: bool = True) -> int:
+    """Temporaries of the update of one tensor by itself, as inside a backward pass; see `optimizer_scratch`.
+
+    `is_map`: a matrix that Muon orthogonalizes.
+    """
+    settings, wide = load.settings, 4 * num_weights
+    moments = OPTIMIZERS[settings.optimizer].moments
+    if moments == "factored":
+        return num_weights * (16 if load.is_half else 12)
+    if moments == "of matrices":
+        return num_weights * (2 * load.a + 2 * 4) if is_map else 0
+    made = 0
+    if settings.master_weights:
+        made = wide if settings.copies == "float32" else 4 * wide
+    return made + (5 * wide if settings.compressed_moments else 0)
+
+
 def offload_bucket(load: Workload) -> int:
     """Moments that are on the device at once while they wait on the host otherwise: of two buckets."""
     settings, shape = load.settings, load.shape

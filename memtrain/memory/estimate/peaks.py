@@ -25,7 +25,7 @@ from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shard
 from memtrain.memory.estimate.flash_scratch import SCRATCH
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.kept import kept, kept_bytes, widest_mlp
-from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
+from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch, scratch_of_tensor
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
 from memtrain.memory.estimate.sharded.zero import (
     TO_SAVE,
@@ -164,6 +164,7 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
         resting | {"gradients": made.in_last, "activations": held.everything - held.of_last} | inner,
         resting | {"gradients": made.in_first, "activations": held.beside_first} | inner,
         *(resting | moment for moment in _middle_moments(load, made, inner)),
+        *(resting | moment for moment in _steps_in_backward(load, made, loss)),
         resting
         | {"gradients": made.in_embedding, "activations": load.a * load.N * shape.width}
         | {"recomputation": made.arriving},
@@ -229,10 +230,10 @@ def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients
     coming = waits if shape.tied else embedding
     if settings.in_backward:
         # Gradients are freed by bucket as their weights are stepped; a tied head's waits for the embedding's.
-        at_step = largest_trained(settings, shape) * (load.a if trains_all else 4) + backward_bucket(whole)
-        waiting = waits + at_step
-        in_turn = waiting if not settings.slice_tokens else waits + backward_bucket(whole)
-        return _Gradients(0, waiting, in_turn, in_turn, embedding, arriving, at_step, 0)
+        bucket = backward_bucket(whole)
+        at_step = largest_trained(settings, shape) * (load.a if trains_all else 4) + bucket
+        waiting = waits + bucket
+        return _Gradients(0, waiting, waiting, waiting, embedding, arriving, at_step, 0)
     if accumulates:
         held = whole + waits
         widening = (
@@ -257,6 +258,31 @@ def _middle_moments(load: Workload, made: _Gradients, inner: Moment) -> list[Mom
         left = {"recomputation": after_mlp_backward(load), SCRATCH: 0}
         moments.append({"gradients": made.after_mlp, "activations": beside} | left)
     return moments
+
+
+def _steps_in_backward(load: Workload, made: _Gradients, loss: Moment) -> list[Moment]:
+    """Moments of steps of single tensors amid a backward pass: of an untied head when the loss is made, and
+    of a layer's largest map or stack of experts, whose product is gone by then."""
+    settings, shape = load.settings, load.shape
+    if not settings.in_backward or not load.trains_all:
+        return []
+    moments: list[Moment] = []
+    if not shape.tied:
+        gradient, scratch = load.a * shape.num_head, scratch_of_tensor(load, shape.num_head, is_map=False)
+        hidden = {"logits": load.a * load.S * shape.width, "optimizer scratch": scratch}
+        moments.append(loss | {"gradients": made.after_loss + gradient} | hidden)
+    if settings.slice_tokens or settings.offload == "all":
+        return moments
+    held, stacks = kept(load), [stack.num_weights for stack, _ in shape.stacks]
+    largest = max(shape.largest_linear, *stacks, 0)
+    product = 0 if shape.experts is not None else load.a * load.N * shape.mlp_width
+    stepped = {
+        "gradients": made.in_last + load.a * largest,
+        "optimizer scratch": scratch_of_tensor(load, largest),
+    }
+    stepped |= {"recomputation": mlp_output_backward(load) - product}
+    beside = max(held.everything - held.of_last, held.beside_first)
+    return [*moments, stepped | {"activations": beside}]
 
 
 def _in_forward(load: Workload) -> int:
@@ -286,7 +312,7 @@ def reference_pass(load: Workload, head: HeadBytes) -> int:
 def taught_states(load: Workload) -> Moment:
     """The side that the loss compares with, from before the student's pass until the loss."""
     teacher = load.batch.teacher
-    return {} if teacher is None else {"teacher's pass": teacher.each_scored * load.S}
+    return {} if teacher is None else {"teacher's pass": teacher.head + teacher.each_scored * load.S}
 
 
 def taught_moment(load: Workload) -> Moment:
@@ -294,7 +320,8 @@ def taught_moment(load: Workload) -> Moment:
     teacher = load.batch.teacher
     if teacher is None:
         return {}
-    return {"teacher's pass": max(teacher.one_pass, teacher.final + teacher.each_scored * load.S)}
+    states = teacher.head + teacher.each_scored * load.S
+    return {"teacher's pass": max(teacher.one_pass, teacher.final + states)}
 
 
 def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[Moment]:
@@ -302,10 +329,9 @@ def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> l
     asked = reference_pass(load, head_bytes(load, trains_head=trains_head(load.settings)))
     resting, last = _resting(load, has_state=has_state), _resting(load, has_state=True)
     own = gradient_bytes(load.settings, load.shape, accumulates=accumulates)
-    taught = resting | taught_states(load)
     return [
         resting | taught_moment(load),
-        *fsdp_moments(load, taught, kept(load), holds=accumulates, asked=asked),
+        *fsdp_moments(load, resting, kept(load), taught_states(load), holds=accumulates, asked=asked),
         last | {"gradients": own, "optimizer scratch": optimizer_scratch(load) + offload_bucket(load)},
     ]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memtrain.memory.estimate.activations import positions_and_mask
-from memtrain.memory.estimate.sharded.sharding import gathered, groups
+from memtrain.memory.estimate.sharded.sharding import GATHERED, gathered, groups
 from memtrain.memory.estimate.static import reference_bytes
 from memtrain.memory.estimate.streamed_layers import forward_of_layer
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, TeacherLoad, Workload
@@ -52,9 +52,9 @@ def teacher_load(
     if settings.teacher == "file":
         # The last number is the log-prob of all other tokens.
         likely = LIKELY_BYTES * settings.teacher_top_k + 4
-        return TeacherLoad(0, 0, 0, likely, student.vocab_size, 0.0, _whole_logits(section))
+        return TeacherLoad(0, 0, 0, 0, likely, student.vocab_size, 0.0, _whole_logits(section))
     own, shape = settings.model_copy(update={"adapter": None}), student
-    weights = 0
+    weights = head = 0
     if settings.teacher == "model":
         assert teacher is not None, "A recipe with a teacher has looked at it."
         own, shape = teacher_settings(settings, teacher.dtype), teacher.shape
@@ -64,12 +64,13 @@ def teacher_load(
     if shards_weights(settings):
         # The student's pass is made inside the call of the teacher's head, which is gathered meanwhile.
         cut = groups(own, shape)
-        weights += (cut.head.weights or cut.root.weights) if settings.teacher == "model" else 0
+        head = GATHERED * (cut.head.weights or cut.root.weights) if settings.teacher == "model" else 0
         whole = gathered(own, shape)
     return TeacherLoad(
         weights=weights,
         one_pass=forward_of_layer(load) + positions_and_mask(load) + whole,
         final=2 * DTYPE_BYTES[own.dtype] * load.N * shape.width,
+        head=head,
         each_scored=DTYPE_BYTES[own.dtype] * shape.width,
         num_columns=min(shape.vocab_size, student.vocab_size),
         relative=shape.num_parameters / max(1, student.num_parameters),

@@ -57,6 +57,8 @@ class TeacherLoad(NamedTuple):
     """Most that a layer of it holds in its pass, before the student's."""
     final: int
     """Held after its last layer: input and output of the final norm."""
+    head: int
+    """Whole weights of its head, where they lie in shards: from its pass until the loss is made."""
     each_scored: int
     """Of each scored token until its loss is made: hidden states, or likeliest tokens from a file."""
     num_columns: int

@@ -53,13 +53,20 @@ class Turn(NamedTuple):
 
 
 def fsdp_moments(
-    load: Workload, resting: Mapping[str, int], kept: Kept, *, holds: bool, asked: int
+    load: Workload,
+    resting: Mapping[str, int],
+    kept: Kept,
+    taught: Mapping[str, int],
+    *,
+    holds: bool,
+    asked: int,
 ) -> list[Moment]:
     """The moments of forward and backward passes at which memory can be highest.
 
-    `resting`: what rests from the step's start on. `kept`: see estimate. `holds`: the step has several
-    micro-batches, so a rank's gradients are there from the start of each. `asked`: bytes of a reference's
-    pass between the policy's two.
+    `resting`: what rests from the step's start on. `kept`: see estimate. `taught`: a teacher's side of the
+    loss, before the loss itself counts it; the teacher's head is gathered until that is made. `holds`: the
+    step has several micro-batches, so a rank's gradients are there from the start of each. `asked`: bytes of
+    a reference's pass between the policy's two.
     """
     cut = groups(load.settings, load.shape)
     own = gradient_bytes(load.settings, load.shape, accumulates=holds)
@@ -68,7 +75,9 @@ def fsdp_moments(
     is_added = load.trains_all and not load.settings.slice_tokens
     largest = load.a * load.shape.largest_linear if is_added else 0
     boundary = layer_boundary(load)
-    moments = [*_forward(load, cut, rest, kept), *_loss(load, cut, rest, kept, asked)]
+    teacher = load.batch.teacher
+    in_loss = rest | {"teacher's pass": 0 if teacher is None else teacher.head}
+    moments = [*_forward(load, cut, rest | dict(taught), kept), *_loss(load, cut, in_loss, kept, asked)]
     for turn in _turns(load, cut, own, kept):
         whole = cut.root.weights + cut.layer.weights + turn.ahead
         backward = rest | {"gathered weights": whole, "reduce buffers": turn.on_its_way}

@@ -82,13 +82,15 @@ def test_the_gradients_of_one_layer_at_a_time_are_whole(make_settings):
     settings = make_settings(num_processes=2, engine="fsdp2", checkpoint_every=1)
     shape, batch = shape_of(TINY), HeaviestBatch(1, 16, 16, 16)
     nothing = Kept(0, 0, 0, 0)
-    moments = fsdp_moments(Workload(settings, shape, batch), {"weights": 0}, nothing, holds=False, asked=0)
+    moments = fsdp_moments(
+        Workload(settings, shape, batch), {"weights": 0}, nothing, {}, holds=False, asked=0
+    )
     last, first = 3200 // 2, (4 * LAYER + 3200 + 32) // 2
     found = [moment["gradients"] for moment in moments if "recomputation" in moment]
     largest = 4 * 128
     assert found == [last + largest, first + largest]
     assert max(moment["gradients"] for moment in moments) < 4 * WHOLE
-    holding = fsdp_moments(Workload(settings, shape, batch), {"weights": 0}, nothing, holds=True, asked=0)
+    holding = fsdp_moments(Workload(settings, shape, batch), {"weights": 0}, nothing, {}, holds=True, asked=0)
     part = -(-4 * WHOLE // 2)
     assert {moment["gradients"] for moment in holding if "recomputation" in moment} == {part + largest}
 

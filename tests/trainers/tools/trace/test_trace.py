@@ -128,6 +128,18 @@ def test_norms_after_the_mlp_and_clamped_experts_are_counted_where_the_trace_has
     assert found.peak_bytes * 0.999 < predicted.num_bytes - batch < found.peak_bytes * 1.013
 
 
+@pytest.mark.parametrize("name", ["distill, a model, FSDP2", "distill, a model, FSDP2, layers kept"])
+def test_a_teachers_gathered_head_is_counted_until_the_loss_is_made(name):
+    assert CASES[name].estimated().peak.num_bytes == pytest.approx(traced_here(name).peak_bytes, rel=0.002)
+
+
+@pytest.mark.parametrize("kind", ["", ", adafactor", ", adafactor, untied"])
+def test_a_step_amid_a_backward_pass_is_counted_with_what_its_layer_or_head_still_holds(kind):
+    name = f"step in backward{kind}"
+    predicted, found = CASES[name].estimated().peak, traced_here(name)
+    assert found.peak_bytes * 0.999 < predicted.num_bytes < found.peak_bytes * 1.02
+
+
 IN_SLICES_OFF = {"streamed, experts, weights and adapter on CPU": 0.03}
 """Rows in slices of which arithmetic is farther from its trace than the others."""
 
