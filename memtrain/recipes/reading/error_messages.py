@@ -50,11 +50,13 @@ def describe_words(words: list[str]) -> str:
 def way_out(path: Path, annotation: Annotation, node: Node) -> str:
     """The word that was meant, else the value in its right form, else the default."""
     value, key, words = plain(node), path[-1] if path else "", choices(annotation)
+    # A member of a list is written without its number, which is no key.
+    named = f"{key}: " if isinstance(key, str) else ""
     new = renamed_value(dotted(path), value)
     if new is not None:
-        return f"write {key}: {new}"
+        return f"write {named}{new}"
     if isinstance(value, bool) and "on" in words:
-        return f"write {key}: {'on' if value else 'off'}"
+        return f"write {named}{'on' if value else 'off'}"
     if path == ("method",) and isinstance(value, str) and value.lower() in PAIR_LOSSES:
         return f"{value.lower()} is a loss of dpo: write method: dpo, and dpo.loss: {value.lower()}"
     if path == ("method",) and isinstance(value, str) and (near := nearest_methods(value)):
@@ -68,7 +70,7 @@ def way_out(path: Path, annotation: Annotation, node: Node) -> str:
         return f"write {dotted(path)}.kind: {kind}" if kind else f"write its keys on the lines below `{key}:`"
     reformed = _reformed(value, [base for base, _ in parts(annotation)])
     if reformed is not None:
-        return f"write {key}: {reformed}"
+        return f"write {named}{reformed}"
     section = _section_at(path[:-1])
     default = default_words(section, str(key)) if section is not None and isinstance(key, str) else ""
     if default:
