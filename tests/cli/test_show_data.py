@@ -59,9 +59,12 @@ def test_a_dataset_is_shown_without_a_recipe_as_the_method_of_its_columns(
     assert "[[It is 1.<|im_end|>\n]]" in reported
     (folder / "pairs").mkdir()
     (folder / "pairs" / "a.jsonl").write_text('{"prompt": "p", "chosen": "yes", "rejected": "no"}\n')
-    assert main(["show-data", "pairs", "model.path=builtin:tiny"]) == 0
+    assert main(["show-data", "pairs", "--model", "builtin:tiny"]) == 0
     reported = capsys.readouterr().out
     assert reported.startswith("Rows of pairs, as dpo has them")
+    assert "Encoded with" not in reported
+    assert main(["show-data", "pairs", "model.path=builtin:tiny"]) == 0
+    assert capsys.readouterr().out == reported
     assert "a.jsonl:1, chosen: " in reported
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,15 @@ RecipeOrDataset = Annotated[
         show_default=False,
     ),
 ]
+OfModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Model whose tokenizer and template encode the rows. Not given: the recipe's; of a dataset the "
+        "last one used, or a built-in one.",
+        show_default=False,
+    ),
+]
 Rows = Annotated[int, typer.Option("-n", "--rows", min=1, help="Number of sequences to show.")]
 Held = Annotated[bool, typer.Option("--eval", help="Show held-out rows in place of training rows.")]
 
@@ -30,6 +40,7 @@ def show_data(
     overrides: OverridesArgument = None,
     rows: Rows = 3,
     held_out: Held = False,
+    model: OfModel = None,
 ) -> None:
     """Show encoded rows: trained text, special tokens, and where one packed row ends and the next begins.
 
@@ -50,12 +61,13 @@ def show_data(
     from memtrain.trainers.data.store.token_store import TokenStore
     from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
+    words = [*([f"model.path={json.dumps(model)}"] if model else ()), *(overrides or ())]
     if is_dataset(recipe):
-        loaded, sentence = recipe_to_show(recipe, overrides or ())
+        loaded, sentence = recipe_to_show(recipe, words)
         print_renamed(loaded)
         print_text(sentence)
     else:
-        loaded = read_recipe(recipe, overrides or ())
+        loaded = read_recipe(recipe, words)
     asked = loaded.recipe
     with reading_progress() as progress, at_their_lines(loaded):
         data = prepare(asked, progress=progress)

@@ -37,7 +37,7 @@ def recipe_to_show(dataset: str, overrides: Sequence[str]) -> tuple[LoadedRecipe
         words.append(f"model.path={json.dumps(usual.name)}")
         counted = usual.summary.replace("Counted with", "Encoded with")
         counted = counted.split(" --model or --tokenizer")[0].split("; --model or --tokenizer")[0]
-        counted = f" {counted.rstrip('.')}. model.path=MODEL behind the dataset encodes with another."
+        counted = f" {counted.rstrip('.')}. --model encodes with another."
     if any(word.startswith("method=") for word in overrides):
         return recipe_of_words([*words, *overrides]), f"Rows of {dataset}.{counted}"
     asked = recipe_of_words(["method=sft", *words, *overrides]).recipe
