@@ -11,7 +11,7 @@ import typer
 from memtrain.cli.arguments import OverridesArgument, complete_recipe
 
 if TYPE_CHECKING:
-    from memtrain.trainers.data.store.shown_rows import Piece
+    from memtrain.trainers.data.store.shown_rows import Piece, ShownSequence
 
 RecipeOrDataset = Annotated[
     str,
@@ -87,14 +87,21 @@ def show_data(
     limits = None if has_parts else asked.row_limits
     shown = shown_sequences(limits, store, numbers, tokenizer_of(asked.model), rows)
     for number, sequence in enumerate(shown, start=1):
-        is_packed = len(sequence.pieces) > 1 and not has_parts
-        what = f"{len(sequence.pieces)} packed rows, " if is_packed else ""
-        print_text(f"Sequence {number}: {what}{sequence.num_tokens:,} tokens.")
-        for piece in sequence.pieces:
-            print_piece(piece)
-        typer.echo()
+        print_sequence(number, sequence, has_parts=has_parts)
     for sentence in data.words():
         print_text(sentence)
+
+
+def print_sequence(number: int, sequence: ShownSequence, *, has_parts: bool) -> None:
+    """The length of a sequence and its pieces; `has_parts`: a prompt and its answers."""
+    from memtrain.cli.output.terminal import print_text
+
+    is_packed = len(sequence.pieces) > 1 and not has_parts
+    what = f"{len(sequence.pieces)} packed rows, " if is_packed else ""
+    print_text(f"Sequence {number}: {what}{sequence.num_tokens:,} tokens.")
+    for piece in sequence.pieces:
+        print_piece(piece)
+    typer.echo()
 
 
 def print_piece(piece: Piece) -> None:

@@ -262,9 +262,9 @@ def _middle_moments(load: Workload, made: _Gradients, inner: Moment) -> list[Mom
 
 def _steps_in_backward(load: Workload, made: _Gradients, loss: Moment) -> list[Moment]:
     """Moments of steps of single tensors amid a backward pass: of an untied head when the loss is made, and
-    of a layer's largest map or stack of experts, whose product is gone by then."""
+    of a layer's largest map or stack of experts, whose product is gone by then. None where the host steps."""
     settings, shape = load.settings, load.shape
-    if not settings.in_backward or not load.trains_all:
+    if not settings.in_backward or not load.trains_all or settings.weights_offload:
         return []
     moments: list[Moment] = []
     if not shape.tied:
