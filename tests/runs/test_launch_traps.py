@@ -162,8 +162,10 @@ def test_a_plan_that_is_replaced_while_the_ranks_meet_is_not_trained(runs, never
 
     def meet(settings):
         made = plain(settings)
-        text = (folder / "plan.json").read_text()
-        (folder / "plan.json").write_text(text.replace('"lr": 0.003', '"lr": 0.004'))
+        # In one piece: both ranks do so, and neither may read what the other has half written.
+        other = folder / f"other-{os.getpid()}.json"
+        other.write_text((folder / "plan.json").read_text().replace('"lr": 0.003', '"lr": 0.004'))
+        other.replace(folder / "plan.json")
         return made
 
     monkeypatch.setattr(worker, "make_accelerator", meet)
