@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 from memtrain.memory.plan.prompt_groups import PromptGroups
@@ -90,7 +92,9 @@ class LengthProfile(Section):
         count = min(rows, self.report.num_sequences)
         taken = self.longest[:count]
         if self.groups is not None and self.groups.is_shared and count:
-            total = self.groups.most_tokens(self.longest, count)
+            groups = self.groups
+            written = self.longest[: count * groups.written : groups.written]
+            total = groups.most_tokens([length - groups.own_tokens for length in written], count)
         else:
             total = sum(taken)
             if len(taken) < count:
@@ -111,12 +115,17 @@ class LengthProfile(Section):
         limit: a bound on every real one."""
         count = min(sequences, self.report.num_sequences)
         if tokens is not None and len(self.longest) == self.report.num_sequences:
-            shortest_first = accumulate(reversed(self.longest))
-            count = min(count, max(1, sum(1 for total in shortest_first if total <= tokens)))
+            count = min(count, max(1, bisect_right(_shortest_together(self.longest), tokens)))
         if self.groups is not None and self.groups.is_shared and count:
             return count + self.groups.most_prompts(count)
         pieces = self.most_pieces[:count]
         return sum(pieces) + (count - len(pieces)) * (pieces[-1] if pieces else 1)
+
+
+@lru_cache(maxsize=4)
+def _shortest_together(longest: tuple[int, ...]) -> list[int]:
+    """Tokens of the last, of the last two, and so on: a search asks for them thousands of times."""
+    return list(accumulate(reversed(longest)))
 
 
 def joined_profile(profiles: Sequence[LengthProfile]) -> LengthProfile:

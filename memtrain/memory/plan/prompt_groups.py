@@ -35,15 +35,11 @@ class PromptGroups(Section):
             return max(1, rows // self.learned)
         return 1 + -(-(rows - 1) // self.learned)
 
-    def most_tokens(self, longest: Sequence[int], rows: int) -> int:
+    def most_tokens(self, prompts: Sequence[int], rows: int) -> int:
         """A bound on the tokens of `rows` completions next to each other whose prompt is shared.
 
-        `longest`: most tokens of the written completions with their prompts, longest first.
+        `prompts`: tokens of the longest prompts, longest first; all beyond these are taken to be like the last.
         """
-        return self.most_tokens_of([length - self.own_tokens for length in longest[:: self.written]], rows)
-
-    def most_tokens_of(self, prompts: Sequence[int], rows: int) -> int:
-        """The same of the longest prompts, longest first; beyond these all are taken to be like the last."""
         count = self.most_prompts(rows)
         taken = prompts[:count]
         return sum(taken) + (count - len(taken)) * taken[-1] + rows * self.own_tokens

@@ -84,9 +84,7 @@ class PolicyFeed:
     Answers of one prompt that stand next to each other in a micro-batch share it.
     """
 
-    def __init__(
-        self, prompts: PromptFeed, settings: Settings, norms: Norms, groups: PromptGroups | None = None
-    ) -> None:
+    def __init__(self, prompts: PromptFeed, settings: Settings, norms: Norms, groups: PromptGroups) -> None:
         self.prompts = prompts
         self.settings = settings
         self.norms = norms
@@ -240,9 +238,9 @@ class PolicyFeed:
 
     def _planned_tokens(self, micro_batch_size: int, micro_tokens: int | None) -> int | None:
         """The limit of tokens, or the plan's most tokens of so many answers where these are fewer."""
-        if self.groups is None or not self.groups.is_shared:
+        if not self.groups.is_shared:
             return micro_tokens
-        most = self.groups.most_tokens_of(self._longest_prompts, micro_batch_size)
+        most = self.groups.most_tokens(self._longest_prompts, micro_batch_size)
         return most if micro_tokens is None else min(most, micro_tokens)
 
     @cached_property
