@@ -32,12 +32,9 @@ def optimizer_scratch(load: Workload) -> int:
     if load.batch.foreign is not None and load.batch.foreign.is_foreach and settings.optimizer == "adamw":
         return 0 if settings.optimizer_offload else optimizer_bytes(settings, shape) // 2
     if moments == "factored":
-        return largest_trained(settings, shape) * (16 if load.is_half and settings.adapter is None else 12)
+        return scratch_of_tensor(load, largest_trained(settings, shape))
     if moments == "of matrices":
-        if settings.adapter is not None:
-            return 0
-        matrix = shape.largest_linear
-        return matrix * (2 * load.a + 2 * 4)
+        return scratch_of_tensor(load, shape.largest_linear, is_map=load.trains_all)
     largest, copied = 4 * largest_trained(settings, shape), 0
     if settings.master_weights and settings.shard_offload == "none":
         copied = 4 * num_half(settings, shape)
@@ -62,7 +59,7 @@ def scratch_of_tensor(load: Workload, num_weights: int, *, is_map: bool = True) 
     settings, wide = load.settings, 4 * num_weights
     moments = OPTIMIZERS[settings.optimizer].moments
     if moments == "factored":
-        return num_weights * (16 if load.is_half else 12)
+        return num_weights * (16 if load.is_half and load.trains_all else 12)
     if moments == "of matrices":
         return num_weights * (2 * load.a + 2 * 4) if is_map else 0
     made = 0
