@@ -19,7 +19,7 @@ from memtrain.memory.hardware.packages import installed
 from memtrain.memory.hardware.peak_history import EMPTY, History, kind_of_run
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.length_profile import LengthProfile
-from memtrain.memory.plan.plan import Prediction
+from memtrain.memory.plan.plan import PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
@@ -144,16 +144,22 @@ def predict(settings: Settings, facts: PlannerInputs, batch: HeaviestBatch | Non
 def _with_held_out(made: Prediction, settings: Settings, facts: PlannerInputs) -> Prediction:
     """The prediction with the evaluation of held-out rows as they are, heavier or lighter than training's."""
     shared, apart = facts.held_out
-    profile = apart if apart is not None and not settings.shared_prompts else shared
-    if profile is None or METHODS[facts.method].is_online:
+    if shared is None or METHODS[facts.method].is_online:
         return made
-    batch = heaviest(settings, replace(facts, profile=profile, unshared=None))
-    load = Workload(settings, facts.shape, batch)
-    moment = phase_peak("evaluation", evaluation_moment(load))
-    alone = Prediction(phases=(moment,), method="arithmetic", budget_bytes=None)
-    (own,) = with_beside(alone, load, kept_bytes(load), facts.rewards).phases
+    unshared = None if apart is None else (apart, facts.count_steps)
+    batch = heaviest(settings, replace(facts, profile=shared, unshared=unshared))
+    own = pass_alone("evaluation", settings, facts, batch)
     phases = tuple(own if phase.phase == own.phase else phase for phase in made.phases)
     return made.model_copy(update={"phases": phases})
+
+
+def pass_alone(phase: str, settings: Settings, facts: PlannerInputs, batch: HeaviestBatch) -> PhasePeak:
+    """The peak of a phase of passes without gradients, with the models beside the policy."""
+    load = Workload(settings, facts.shape, batch)
+    moment = phase_peak(phase, evaluation_moment(load))
+    alone = Prediction(phases=(moment,), method="arithmetic", budget_bytes=None)
+    # No layer keeps activations.
+    return with_beside(alone, load, 0, facts.rewards).phases[0]
 
 
 def may_accumulate(settings: Settings, facts: PlannerInputs) -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memtrain.memory.estimate.auxiliary_models import reward_scoring_bytes, with_beside
-from memtrain.memory.estimate.peaks import evaluation_moment, phase_peak
-from memtrain.memory.estimate.pricing import PlannerInputs, heaviest
-from memtrain.memory.estimate.workload import Workload
+from memtrain.memory.estimate.auxiliary_models import reward_scoring_bytes
+from memtrain.memory.estimate.peaks import phase_peak
+from memtrain.memory.estimate.pricing import PlannerInputs, heaviest, pass_alone
 from memtrain.memory.generation.cuda_graphs import decide_graphs
 from memtrain.memory.generation.decode_bytes import fetched_words, generation_bytes, resting_peak
 from memtrain.memory.generation.gather_weights import decide_gathering, gather_bytes, refuse_gathering
@@ -114,9 +113,8 @@ def num_held_out(recipe: Recipe, facts: PlannerInputs) -> int:
 
 def longest_held_out_prompt(facts: PlannerInputs, generate: Generate) -> int:
     """Tokens of the longest held-out prompt; where they were not read, of the longest of training."""
-    if facts.held_out[0] is None:
-        return longest_prompt(facts, generate)
-    return max(1, facts.longest_held_out - generate.max_tokens)
+    longest = facts.longest_held_out or facts.profile.longest_piece
+    return max(1, longest - generate.max_tokens)
 
 
 def _decide_passes(
@@ -135,11 +133,7 @@ def _pass_peak(settings: Settings, facts: PlannerInputs, factor: int, num_steps:
     rows = factor * settings.micro_batch_size
     tokens = None if settings.micro_tokens is None else factor * settings.micro_tokens
     larger = settings.model_copy(update={"micro_batch_size": rows, "micro_tokens": tokens})
-    load = Workload(settings, facts.shape, heaviest(larger, facts, num_steps))
-    alone = Prediction(
-        phases=(phase_peak("log-probs", evaluation_moment(load)),), method="arithmetic", budget_bytes=None
-    )
-    return with_beside(alone, load, 0, facts.rewards).phases[0]
+    return pass_alone("log-probs", settings, facts, heaviest(larger, facts, num_steps))
 
 
 def _with_vllm(
