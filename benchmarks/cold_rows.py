@@ -18,10 +18,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from data_preparation import WORDS
 from turns import in_turns, medians, ratios, run, where, write
 
-TEXT = "the pens trains leave at noon each has more than costs whole half sum of answer is so"
-WORDS = TEXT.split()
 LENGTHS = ((6, 18), (3, 14))
 RECIPE = """\
 method: sft

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ def section(results: dict) -> list[str]:
     """The section of docs/exactness.md."""
     found = results["cells"]
     versions, made = results["versions"], results["distinct_plans"]
-    lines = [
+    return [
         "## Compiled layers",
         "",
         f"`model.compile: on` with nothing beside, with `{BESIDE}`, and on {FIRST} with each",
@@ -87,15 +87,22 @@ def section(results: dict) -> list[str]:
         f"{made} plans in {results['seconds']:,} s on {results['device']}, torch {versions['torch']}, "
         f"{results['date']}, commit {results['commit']}.",
         "",
-        "| method | back end | exact | refused | broken | largest difference, of its limit |",
+        *cells_table(found, {"method": METHODS, "backend": BACKENDS}, ("method", "back end")),
+    ]
+
+
+def cells_table(found: list[dict], ways: Mapping[str, Sequence[str]], heads: Sequence[str]) -> list[str]:
+    """Cells counted by two of their names, `ways`: the names and their values; the reasons of refusals."""
+    lines = [
+        f"| {' | '.join(heads)} | exact | refused | broken | largest difference, of its limit |",
         "|---|---|---|---|---|---|",
     ]
-    for method, backend in itertools.product(METHODS, BACKENDS):
-        here = [one for one in found if (one["method"], one["backend"]) == (method, backend)]
+    for names in itertools.product(*ways.values()):
+        here = [one for one in found if tuple(one[way] for way in ways) == names]
         kinds = Counter(one["kind"] for one in here)
         worst = max((one["worst"] for one in here if one["worst"] is not None), default=0.0)
         counts = f"{kinds['exact']} | {kinds['refused']} | {kinds['broken']}"
-        lines.append(f"| {method} | {backend} | {counts} | {worst:.0%} |")
+        lines.append(f"| {' | '.join(names)} | {counts} | {worst:.0%} |")
     reasons = Counter(one["says"] for one in found if one["kind"] == "refused")
     lines += ["", "| cells | reason in the plan |", "|---|---|"]
     return [*lines, *(f"| {count} | {reason} |" for reason, count in reasons.most_common()), ""]

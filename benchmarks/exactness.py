@@ -583,25 +583,17 @@ def page(parts: dict, of_rules: list[dict], compiled_results: dict) -> str:
 
 def _rules_section(found: list[dict]) -> list[str]:
     """Models whose scores have a rule of their own."""
-    lines = [
+    return [
         "## Windows, sinks, capped scores",
         "",
         "Models with sliding windows in two of three layers, and sinks (gpt-oss-shaped) or capped scores",
         f"(Gemma-2-shaped), with `{'`, `'.join(RULED_STRATEGIES)}` alone and in pairs; by",
         "`python benchmarks/exactness.py --rules`. Rows go past their windows.",
         "",
-        "| model with | method | exact | refused | broken | largest difference, of its limit |",
-        "|---|---|---|---|---|---|",
+        *compiled_cells.cells_table(
+            found, {"rule": RULED, "method": RULED_METHODS}, ("model with", "method")
+        ),
     ]
-    for rule, method in itertools.product(RULED, RULED_METHODS):
-        here = [one for one in found if (one["rule"], one["method"]) == (rule, method)]
-        kinds = Counter(one["kind"] for one in here)
-        worst = max((one["worst"] for one in here if one["worst"] is not None), default=0.0)
-        counts = f"{kinds['exact']} | {kinds['refused']} | {kinds['broken']}"
-        lines.append(f"| {rule} | {method} | {counts} | {worst:.0%} |")
-    reasons = Counter(one["says"] for one in found if one["kind"] == "refused")
-    lines += ["", "| cells | reason in the plan |", "|---|---|"]
-    return [*lines, *(f"| {count} | {reason} |" for reason, count in reasons.most_common()), ""]
 
 
 def proven_pairs(parts: dict) -> dict[str, object]:

@@ -51,7 +51,7 @@ def show_data(
     from memtrain.cli.output.previous_notes import print_renamed, read_recipe
     from memtrain.cli.output.terminal import print_text
     from memtrain.cli.plan.recipe_lines import at_their_lines
-    from memtrain.cli.plan.shown_dataset import is_dataset, recipe_to_show
+    from memtrain.cli.plan.shown_dataset import is_shown_alone, recipe_to_show
     from memtrain.errors import RecipeError
     from memtrain.recipes.recipe import HAS_ANSWERS
     from memtrain.trainers.data.packing.by_method import held_out_of
@@ -62,7 +62,7 @@ def show_data(
     from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
     words = [*([f"model.path={json.dumps(model)}"] if model else ()), *(overrides or ())]
-    if is_dataset(recipe):
+    if is_shown_alone(recipe):
         loaded, sentence = recipe_to_show(recipe, words)
         print_renamed(loaded)
         print_text(sentence)

@@ -53,10 +53,9 @@ def _pieces(found: Sequence[Found], rendering: Rendering) -> Iterator[Piece]:
 
     for one in found:
         form = FORMS[one.reading.form]
-        for stream in one.streams:
-            for _, row in stream.read():
-                try:
-                    if not isinstance(row, BadRow):
-                        yield from render(form.parse(row, one.reading.names), rendering)
-                except BadRow:
-                    continue
+        for _, row in one.rows():
+            try:
+                if not isinstance(row, BadRow):
+                    yield from render(form.parse(row, one.reading.names), rendering)
+            except BadRow:
+                continue

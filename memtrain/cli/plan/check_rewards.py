@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from memtrain.errors import RecipeError
@@ -32,8 +32,7 @@ def check_rewards(loaded: LoadedRecipe, data: PreparedData | None = None) -> Non
         found = declared_functions(rewards)
         if data is not None:
             store = TokenStore.open(data.train.folder)
-            own = [ENVIRONMENT] if rewards.environment is not None else []
-            check_columns(found, [*store.columns(0), *own])
+            check_columns(found, _given(rewards, store.columns(0)))
             _check_models(rewards, store)
     except RecipeError as error:
         raise _at_their_lines(loaded, error) from None
@@ -58,15 +57,19 @@ def check_first_row(loaded: LoadedRecipe, columns: Sequence[str]) -> None:
     rewards = loaded.recipe.rewards
     if rewards is None:
         return
-    own = [ENVIRONMENT] if rewards.environment is not None else []
     try:
         found = declared_functions(rewards)
     except RecipeError:  # Told already, by check_rewards.
         return
     try:
-        check_columns(found, [*columns, *own])
+        check_columns(found, _given(rewards, columns))
     except RecipeError as error:
         raise _at_their_lines(loaded, error) from None
+
+
+def _given(rewards: Rewards, columns: Iterable[str]) -> list[str]:
+    """Arguments of functions beside prompt and completion: the columns of a row, and an environment."""
+    return [*columns, *([ENVIRONMENT] if rewards.environment is not None else [])]
 
 
 def _check_models(rewards: Rewards, store: TokenStore) -> None:

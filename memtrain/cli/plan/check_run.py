@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from memtrain.memory.hardware.packages import installed, missing
 from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, used_columns
-from memtrain.recipes.formats.fields import BadRow, Row
+from memtrain.recipes.formats.fields import BadRow
 from memtrain.recipes.formats.media import refuse_media
 from memtrain.recipes.reading.load import LoadedRecipe, load_rest
 from memtrain.recipes.recipe import Recipe
@@ -255,7 +255,7 @@ def first_rows(found: Found) -> tuple[int, list[Fault], list[str]]:
     bad: list[Fault] = []
     unused: Counter[str] = Counter()
     num_good = 0
-    for place, row in _rows(found):
+    for place, row in found.rows():
         try:
             if isinstance(row, BadRow):
                 raise row
@@ -283,17 +283,10 @@ def _once(bad: Sequence[Fault]) -> list[Fault]:
     ]
 
 
-def _rows(found: Found) -> Iterator[tuple[str, Row | BadRow]]:
-    for stream in found.streams:
-        for line, row in stream.read():
-            yield f"{stream.name}:{line}", row
-
-
 def columns_of(found: Found) -> list[str]:
     """The columns of the first row of a source, but for the prompt."""
-    prompt = found.reading.names
-    first = next((row for _, row in _rows(found) if not isinstance(row, BadRow)), {})
-    return [str(column) for column in first if column != prompt.prompt]
+    first = next((row for _, row in found.rows() if not isinstance(row, BadRow)), {})
+    return [str(column) for column in first if column != found.reading.names.prompt]
 
 
 def rendering_words(recipe: Recipe, found: Sequence[Found], tokenizer: PreTrainedTokenizerFast) -> str:

@@ -60,10 +60,15 @@ def write_recipe(method: str | None, dataset: str, model: str, overrides: Sequen
     return path
 
 
+def is_dataset(name: str) -> bool:
+    """Whether a name is that of a data file, or of a folder."""
+    path = Path(name).expanduser()
+    return path.is_dir() or (path.is_file() and path.suffix not in ENDINGS and ending(path) in READERS)
+
+
 def refuse_dataset(name: str, method: str | None) -> None:
     """Raise RecipeError when a name is a data file, or a folder: a model is missing beside it."""
-    path = Path(name).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix not in ENDINGS and ending(path) in READERS):
+    if is_dataset(name):
         raise RecipeError(
             f"{name} is a dataset, and no model is given",
             "the command line",

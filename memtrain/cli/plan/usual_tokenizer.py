@@ -18,15 +18,21 @@ FEWER_TOKENS = "1.4 to 2.7"
 """Tokens of the built-in tokenizer for one of Qwen2's and of Llama 3's: 1.42 on GSM8K answers, 1.75 and 1.83
 on its questions, 1.89 on Shakespeare, 2.28 and 2.25 on T0 prompts, 2.65 on Python. Measured on 2,000 rows or
 files of each."""
-EXACT = "--model or --tokenizer counts with another"
 
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """A tokenizer, and the sentence that says where its name comes from."""
+    """A tokenizer, and the words that say where its name comes from."""
 
     name: str
-    summary: str
+    words: str
+    way_out: str
+    """End of the sentence of a command that counts: the options that name another."""
+
+    @property
+    def summary(self) -> str:
+        """The sentence of a command that counts."""
+        return f"Counted with {self.words}{self.way_out}"
 
 
 def usual_tokenizer(dataset: str) -> Usual:
@@ -34,11 +40,13 @@ def usual_tokenizer(dataset: str) -> Usual:
     for find in (lambda: of_recipes(dataset), of_last, of_hub_cache):
         name, where = find()
         if name and can_load(name):
-            return Usual(name, f"Counted with the tokenizer of {name} ({where}); {EXACT}.")
+            words = f"the tokenizer of {name} ({where})"
+            return Usual(name, words, "; --model or --tokenizer counts with another.")
     return Usual(
         BUILTIN,
-        "Counted with the built-in tokenizer, as no model is known here: those of Qwen and Llama make "
-        f"{FEWER_TOKENS} times fewer tokens of English text and code. --model or --tokenizer makes it exact.",
+        "the built-in tokenizer, as no model is known here: those of Qwen and Llama make "
+        f"{FEWER_TOKENS} times fewer tokens of English text and code",
+        ". --model or --tokenizer makes it exact.",
     )
 
 

@@ -38,7 +38,7 @@ class PromptGroups(Section):
     def most_tokens(self, prompts: Sequence[int], rows: int) -> int:
         """A bound on the tokens of `rows` completions next to each other whose prompt is shared.
 
-        `prompts`: tokens of the longest prompts, longest first; all beyond these are taken to be like the last.
+        `prompts`: tokens of the longest prompts, longest first; those beyond are taken to be like the last.
         """
         count = self.most_prompts(rows)
         taken = prompts[:count]

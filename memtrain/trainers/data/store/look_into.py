@@ -5,7 +5,7 @@ No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,12 @@ class Found:
     reading: Reading
     notes: tuple[str, ...]
     """Files that lie among the data and are not read."""
+
+    def rows(self) -> Iterator[tuple[str, Row | BadRow]]:
+        """Rows with their places."""
+        for stream in self.streams:
+            for line, row in stream.read():
+                yield f"{stream.name}:{line}", row
 
 
 def look_into(source: Source, data: Data, allowed: Sequence[Format], key: str) -> Found:

@@ -63,9 +63,9 @@ def full_logprob(
 def _entropies(logp_NV: Tensor, tile_bytes: int, options: LogprobOptions) -> Tensor:
     """Entropies [N]; a tile at a time where nobody asks for their gradient."""
     if options.learns_entropy:
-        return -(logp_NV.exp() * logp_NV).sum(-1)
+        return _entropy(logp_NV)
     rows = _rows_of_tile(logp_NV, tile_bytes)
-    return torch.cat([-(logp.exp() * logp).sum(-1) for logp in logp_NV.detach().split(rows)])
+    return torch.cat([_entropy(logp) for logp in logp_NV.detach().split(rows)])
 
 
 def full_nll(
@@ -95,9 +95,13 @@ def _statistics(logits_NV: Tensor, targets_N: Tensor, tile_bytes: int) -> tuple[
     for logits, targets in zip(logits_NV.split(rows), targets_N.split(rows), strict=True):
         logp, target = logits.log_softmax(-1), targets[:, None]
         chosen, found = logp.gather(1, target)[:, 0], logits.gather(1, target)[:, 0]
-        parts.append((chosen, -(logp.exp() * logp).sum(-1), found >= logits.amax(-1)))
+        parts.append((chosen, _entropy(logp), found >= logits.amax(-1)))
     logp_N, entropy_N, is_best_N = (torch.cat(one) for one in zip(*parts, strict=True))
     return logp_N, entropy_N, is_best_N
+
+
+def _entropy(logp_NV: Tensor) -> Tensor:
+    return -(logp_NV.exp() * logp_NV).sum(-1)
 
 
 def _rows_of_tile(logits_NV: Tensor, tile_bytes: int) -> int:
