@@ -26,6 +26,8 @@ from memtrain.trainers.model.quantized.packed import LAYOUTS, matrices_of
 
 ADAPTERS = "_expert_adapters"
 """Attribute of experts inside a pass: their adapters."""
+PIECES = 16
+"""Pieces in which products of gradients and outputs are made in float32, so that they stay small."""
 
 
 class Pair(NamedTuple):
@@ -78,13 +80,20 @@ def experts_forward(self: Any, hidden_NW: Tensor, chosen_NK: Tensor, weight_NK: 
     out_SW = _product(self, "down_proj", up_SM, expert_S, ends_E)
     if getattr(self, "has_post_expert_norm", False):
         out_SW = self.post_expert_norm(out_SW)
-    return _Combined.apply(out_SW, weight_NK, order_S).to(hidden_NW.dtype)
+    return combined(out_SW, weight_NK, order_S).to(hidden_NW.dtype)
+
+
+def combined(out_SW: Tensor, weight_NK: Tensor, order_S: Tensor) -> Tensor:
+    """[N, W]: the outputs of each token's experts, weighted and summed."""
+    return _Combined.apply(out_SW, weight_NK, order_S)
 
 
 class _Combined(torch.autograd.Function):
-    """[N, W]: the outputs of each token's experts, weighted and summed.
+    """The weighted sum, and its gradients.
 
-    Copies of all outputs in another order are there one at a time, where autograd would hold three.
+    Copies of all outputs in another order are there one at a time, where autograd would hold three. Weights
+    that a router leaves in float32 (Mixtral, DeepSeek-V3, GLM-4 MoE) count in float32, as in transformers:
+    one rounding of the sum, and of each gradient.
     """
 
     @staticmethod
@@ -92,17 +101,27 @@ class _Combined(torch.autograd.Function):
         back_S = torch.empty_like(order_S)
         back_S[order_S] = torch.arange(len(order_S), device=order_S.device)
         ctx.save_for_backward(out_SW, weight_NK, order_S)
-        out_NKW = out_SW[back_S].view(*weight_NK.shape, -1)
-        return torch.bmm(weight_NK[:, None].to(out_NKW.dtype), out_NKW)[:, 0]
+        if weight_NK.dtype == out_SW.dtype:
+            out_NKW = out_SW[back_S].view(*weight_NK.shape, -1)
+            return torch.bmm(weight_NK[:, None], out_NKW)[:, 0]
+        wide = torch.promote_types(weight_NK.dtype, out_SW.dtype)
+        total_NW = weight_NK.new_zeros(len(weight_NK), out_SW.shape[1], dtype=wide)
+        for weight_N, back_N in zip(weight_NK.unbind(1), back_S.view(weight_NK.shape).unbind(1), strict=True):
+            total_NW.addcmul_(out_SW[back_N], weight_N[:, None])
+        return total_NW.to(out_SW.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         out_SW, weight_NK, order_S = ctx.saved_tensors
         grad_SW = grads[0][order_S // weight_NK.shape[1]]
-        grad_S = torch.bmm(grad_SW[:, None], out_SW[:, :, None]).view(-1)
+        if weight_NK.dtype == out_SW.dtype:
+            grad_S = torch.bmm(grad_SW[:, None], out_SW[:, :, None]).view(-1)
+        else:
+            wide, rows = torch.promote_types(weight_NK.dtype, out_SW.dtype), max(len(order_S) // PIECES, 64)
+            pieces = zip(grad_SW.split(rows), out_SW.split(rows), strict=True)
+            grad_S = torch.cat([grad.to(wide, copy=True).mul_(out).sum(1) for grad, out in pieces])
         grad_NK = torch.empty_like(grad_S).index_copy_(0, order_S, grad_S).view(weight_NK.shape)
-        weight_S = weight_NK.reshape(-1)[order_S].to(grad_SW.dtype)
-        return grad_SW.mul_(weight_S[:, None]), grad_NK.to(weight_NK.dtype), None
+        return grad_SW.mul_(weight_NK.reshape(-1)[order_S][:, None]), grad_NK.to(weight_NK.dtype), None
 
 
 def ends_of(expert_S: Tensor, num_experts: int) -> Tensor:

@@ -16,7 +16,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.estimate import quantized as estimated
 from memtrain.recipes.sections.model import Adapter, Model
 from memtrain.trainers.model.experts import grouped
-from memtrain.trainers.model.experts.forward import is_experts, stacks_of
+from memtrain.trainers.model.experts.forward import combined, is_experts, stacks_of
 from memtrain.trainers.model.experts.token_counts import token_counts
 from memtrain.trainers.model.loading.adapter_targets import check_quantized, check_targets
 from memtrain.trainers.model.loading.adapters import add_adapter
@@ -147,6 +147,37 @@ def test_a_few_experts_at_a_time_are_all_of_them(tmp_path: Path, monkeypatch: py
     experts = next(module for module in model.modules() if is_experts(module))
     assert matrices_of(experts, "gate_up_proj").num_at_once == 2
     assert_same(step(model), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [24, 700])
+def test_weights_that_a_router_leaves_in_float32_are_not_rounded(num_tokens: int) -> None:
+    """Mixtral's, DeepSeek-V3's and GLM-4's: transformers sums in float32, and rounds once."""
+    torch.manual_seed(3)
+    out = torch.randn(num_tokens * 4, 32).bfloat16().requires_grad_()
+    weight = torch.rand(num_tokens, 4).requires_grad_()
+    order = torch.randperm(num_tokens * 4)
+    grad = torch.randn(num_tokens, 32).bfloat16()
+    found = combined(out, weight, order)
+    found.backward(grad)
+    back = torch.argsort(order)
+    exact_out, exact_weight = (one.detach().double().requires_grad_() for one in (out, weight))
+    exact = (exact_out[back].view(num_tokens, 4, 32) * exact_weight[:, :, None]).sum(1)
+    exact.backward(grad.double())
+    assert found.dtype == torch.bfloat16
+    for rounded, wanted in ((found, exact), (out.grad, exact_out.grad)):
+        torch.testing.assert_close(rounded.double(), wanted, rtol=1.001 / 256, atol=1e-6)
+    torch.testing.assert_close(weight.grad.double(), exact_weight.grad, rtol=1e-5, atol=1e-5)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_routers_of_these_families_leave_their_weights_in_float32() -> None:
+    """What the sums of experts rely on, in bfloat16 models of transformers."""
+    found: dict[str, torch.dtype] = {}
+    for kind in ("mixtral", "qwen3_moe", "olmoe"):
+        model = plain_model(kind).bfloat16()
+        experts = next(module for module in model.modules() if is_experts(module))
+        experts.register_forward_pre_hook(lambda _, given, kind=kind: found.update({kind: given[2].dtype}))
+        model(IDS, use_cache=False)
+    assert found == {"mixtral": torch.float32, "qwen3_moe": torch.bfloat16, "olmoe": torch.bfloat16}
 
 
 def test_the_kernel_for_all_experts_is_the_loop() -> None:
