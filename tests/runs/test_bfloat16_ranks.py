@@ -36,7 +36,8 @@ def drawn_in_float32() -> Iterator[None]:
     plain = torch.Tensor.normal_
 
     def normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, **named: Any) -> Tensor:
-        return tensor.copy_(plain(torch.empty(tensor.shape), mean, std, **named))
+        # bfloat16 is the default type while a model is made so.
+        return tensor.copy_(plain(torch.empty(tensor.shape, dtype=torch.float32), mean, std, **named))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "normal_", normal_)
