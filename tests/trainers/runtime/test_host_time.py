@@ -1,16 +1,39 @@
 """Host time: one step is looked at, once it is settled, and what lies in several operators counts once."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memtrain.trainers.runtime.host_time import SETTLED_STEPS, HostTime, covered
+from memtrain.trainers.runtime.host_time import SETTLED_STEPS, HostTime, _spans, covered
 
 
 def test_time_in_several_operators_counts_once():
     """[0, 4) and [2, 6) overlap, [3, 4) lies inside, [10, 11) stands alone: 6 + 1."""
     assert covered([(2, 6), (0, 4), (10, 11), (3, 4)]) == 7
     assert covered([]) == 0
+
+
+def event(name: str, start: int, end: int, kind: DeviceType, is_named: bool = False) -> SimpleNamespace:
+    facts = {"name": name, "start_ns": start, "duration_ns": end - start, "device_type": kind}
+    facts["is_user_annotation"] = is_named
+    return SimpleNamespace(**{key: lambda value=value: value for key, value in facts.items()})
+
+
+def test_a_named_part_of_the_program_is_no_work_of_the_gpu():
+    """`Optimizer.step#AdamW.step` lies over the kernels that it starts and the pauses between them."""
+    events = [
+        event("Optimizer.step#AdamW.step", 0, 100, DeviceType.CUDA, is_named=True),
+        event("multi_tensor_apply_kernel", 10, 30, DeviceType.CUDA),
+        event("Memcpy DtoH", 60, 70, DeviceType.CUDA),
+        event("aten::mm", 0, 90, DeviceType.CPU),
+    ]
+    results = SimpleNamespace(events=lambda: events)
+    seen = SimpleNamespace(profiler=SimpleNamespace(kineto_results=results))
+    assert list(_spans(seen, DeviceType.CUDA)) == [(10, 30), (60, 70)]
+    assert list(_spans(seen, DeviceType.CPU)) == [(0, 90)]
 
 
 def work(watch: HostTime, steps: int) -> None:

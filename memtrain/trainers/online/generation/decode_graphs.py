@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from memtrain.errors import first_line_of
 
 Run = Callable[[], None]
 
@@ -19,6 +23,10 @@ class Recorder(Protocol):
     Tensors keep their places in memory, numbers of Python are those of the recording. Recording computes
     nothing.
     """
+
+    def rehearse(self, run: Run) -> str:
+        """Compute `run` without recording it; the reason why it cannot be recorded, where it shows one."""
+        ...
 
     def record(self, run: Run) -> Run:
         """The recording of `run`.
@@ -32,19 +40,59 @@ class Recorder(Protocol):
         ...
 
 
+SYNCHRONIZES = "synchronizing CUDA operation"
+"""Words of torch's warning about an operator that waits for the device (c10/cuda/CUDAFunctions.cpp)."""
+
+
 class CudaGraphs:
     """CUDA graphs that share one pool of memory: none keeps a result between two starts."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
+    def rehearse(self, run: Run) -> str:
+        """Whether `run` waits for the device, as torch warns of it: a capture that breaks off costs more."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                run()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        waits = any(SYNCHRONIZES in str(one.message) for one in told)
+        return "it waits for the device" if waits else ""
+
     def record(self, run: Run) -> Run:
         """A graph of the current device."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        stream = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                run()
+        except BaseException:
+            self._abandon(stream)
+            raise
         return graph.replay
+
+    def _abandon(self, stream: torch.cuda.Stream) -> None:
+        """Undo what a capture that broke off leaves behind: torch undoes nothing where ending it fails.
+
+        The stream of the capture would stay the current one, the allocator would free nothing any more, and
+        the first random number on the device would raise.
+
+        Source: `CUDAGraph::capture_end` (aten/src/ATen/cuda/CUDAGraph.cpp) and `torch.cuda.graph.__exit__`.
+        """
+        torch.cuda.set_stream(stream)
+        device = torch.cuda.current_device()
+        for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):  # pyright: ignore
+            with suppress(RuntimeError):  # It had come so far.
+                end(device, self._pool)
+        generator = torch.cuda.default_generators[device]
+        # A copy of the state, which no capture waits for.
+        generator.graphsafe_set_state(generator.clone_state())
+        self._pool = torch.cuda.graph_pool_handle()
 
     def release(self) -> None:
         """Return the pool to the device: the next pass of the trainer needs its room."""
@@ -62,6 +110,11 @@ class OperatorTape:
     def __init__(self) -> None:
         self.num_records = 0
         self.num_starts = 0
+
+    def rehearse(self, run: Run) -> str:
+        """Nothing is found: the tape itself breaks off without harm."""
+        run()
+        return ""
 
     def record(self, run: Run) -> Run:
         """A tape of the operators of `run`, whose writes are undone."""
@@ -132,6 +185,16 @@ class DecodeGraphs:
     emit: Callable[[str], None]
     recorder: Recorder | None = None
     is_on: bool = True
+    is_rehearsed: bool = False
+    """A pass was computed by hand, and nothing in it speaks against a recording."""
+
+    def rehearse(self, run: Run) -> None:
+        """Compute `run`, and record none of its kind where it cannot be recorded."""
+        self.recorder = self.recorder or self.make()
+        reason = self.recorder.rehearse(run)
+        self.is_rehearsed = not reason
+        if reason:
+            self.give_up(reason)
 
     def record(self, run: Run) -> Run | None:
         """The recording of `run`; None where there is none to be had."""
@@ -140,17 +203,29 @@ class DecodeGraphs:
         try:
             self.recorder = self.recorder or self.make()
             return self.recorder.record(run)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            self.is_on = False
-            self.emit(
-                "the passes of this model that write a token cannot be captured as CUDA graphs: the same "
-                f"completions without them, slower ({str(error).splitlines()[0]})"
-            )
+            first = _first_of(error)
+            if isinstance(first, torch.OutOfMemoryError):
+                raise first from None
+            self.give_up(first_line_of(first))
             return None
+
+    def give_up(self, reason: str) -> None:
+        """Record nothing from now on, and tell it."""
+        self.is_on = False
+        self.emit(
+            "the passes of this model that write a token cannot be captured as CUDA graphs: the same "
+            f"completions without them, slower ({reason})"
+        )
 
     def release(self) -> None:
         """Give back the memory of all recordings."""
         if self.recorder is not None:
             self.recorder.release()
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """The error that began it: the end of a broken capture raises another over it."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return error

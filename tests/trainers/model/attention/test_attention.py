@@ -504,14 +504,3 @@ def test_the_probe_finds_wrong_numbers_and_quotes_a_kernels_failure(monkeypatch:
     monkeypatch.setattr(kernel, "backward", staticmethod(fails))
     failed = probe_one(AttentionBackend.TORCH_CPU, "cpu", torch.float32)
     assert (failed.outcome, failed.words) == (Outcome.BROKEN, "RuntimeError: no kernel image")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_no_back_end_is_broken_on_this_gpu(dtype: torch.dtype):
-    """Needs a CUDA device; flash needs the flash-attn package besides."""
-    found = probe("cuda", dtype)
-    assert not [probed for probed in found if probed.outcome is Outcome.BROKEN]
-    works = {probed.backend for probed in found if probed.outcome is Outcome.WORKS}
-    assert AttentionBackend.MASKED in works
-    assert dtype == torch.float32 or AttentionBackend.TORCH_VARLEN in works
