@@ -16,6 +16,7 @@ from first_light.bench import Bench
 from first_light.grid import GRID, METHODS, SIZES, STRATEGIES, sampled
 from first_light.ladder import Stage, stages
 from first_light.page import page
+from first_light.stages.probes import TESTS, run_for
 from first_light.stages.profiling import covered
 from first_light.summary import summary
 from first_light.supervise import Run, Worker
@@ -177,6 +178,24 @@ def test_the_page_shows_faults_plots_and_what_others_published():
 
 def test_time_that_several_kernels_share_counts_once():
     assert covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
+
+
+def test_every_test_marked_gpu_is_one_that_the_ladder_runs():
+    """Elsewhere the first minutes on a card would pass it by: the mark is written in that folder alone."""
+    mark = "pytest" + ".mark.gpu"
+    marked = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py") if mark in path.read_text()}
+    assert marked
+    assert [str(path) for path in marked if not path.is_relative_to(TESTS)] == []
+    files = {path.relative_to(ROOT) for path in (ROOT / TESTS).glob("test_*.py")}
+    assert files == marked, "Each file of the folder has the mark."
+
+
+def test_tests_that_take_too_long_are_ended_and_what_they_said_is_there(tmp_path: Path):
+    log = tmp_path / "log.txt"
+    program = "import time; print('tests/gpu/test_a.py::test_b PASSED', flush=True); time.sleep(60)"
+    assert run_for([sys.executable, "-c", program], log, 1.5) is None
+    assert "PASSED" in log.read_text()
+    assert run_for([sys.executable, "-c", "raise SystemExit(3)"], log, 60) == 3
 
 
 @pytest.mark.parametrize(

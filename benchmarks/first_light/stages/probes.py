@@ -14,6 +14,10 @@ from first_light.bench import Bench
 
 ROOT = Path(__file__).parents[3]
 TESTS = "tests/gpu"
+TESTS_S = 270.0
+"""Time of all of them, below the limit of their stage: what was found by then is told."""
+ONE_TEST_S = 60
+"""Time of one of them, where pytest-timeout is there."""
 OUTCOME = re.compile(r"^(tests/\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
 LAST_LINES = 60
 
@@ -47,20 +51,34 @@ def doctor(bench: Bench) -> dict[str, Any]:
 def gpu_tests(bench: Bench) -> dict[str, Any]:
     """The tests that need a CUDA device; a stand-in collects them and runs none."""
     words = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-m", "gpu", "--tb=short"]
+    words += ["-o", f"timeout={ONE_TEST_S}"]
     words += [TESTS] if bench.device.is_cuda else ["--collect-only", TESTS]
     log = bench.work / "gpu-tests.txt"
-    with log.open("w") as file:
-        code = subprocess.run(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    code = run_for(words, log, TESTS_S)
     lines = log.read_text(errors="replace").splitlines()
     found = dict(match.groups() for line in lines if (match := OUTCOME.match(line)))
     counts = {kind.lower(): list(found.values()).count(kind) for kind in sorted(set(found.values()))}
     collected = sum("::" in line or "<Function" in line for line in lines)
     said = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or f"{collected} collected"
+    ended = f"stopped after {TESTS_S:.0f} s" if code is None else f"exit code {code}"
     return {
-        "words": f"{said} (exit code {code})",
+        "words": f"{said} ({ended})",
         "exit_code": code,
         "counts": counts,
         "collected": collected,
         "not_passed": {name: kind for name, kind in found.items() if kind != "PASSED"},
-        "last_lines": lines[-LAST_LINES:] if code else [],
+        "last_lines": [] if code == 0 else lines[-LAST_LINES:],
     }
+
+
+def run_for(command: list[str], log: Path, limit_s: float) -> int | None:
+    """The exit code of a command whose output goes to a file; None where its time was over, and it is
+    ended."""
+    with log.open("w") as file:
+        try:
+            ran = subprocess.run(
+                command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=limit_s
+            )
+        except subprocess.TimeoutExpired:
+            return None
+    return ran.returncode

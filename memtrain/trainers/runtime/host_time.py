@@ -61,8 +61,11 @@ def _spans(seen: profile, kind: DeviceType) -> Iterator[Span]:
     assert profiler is not None, "The profiler is there once it has run."
     results = profiler.kineto_results
     for event in results.events() if results is not None else ():
-        is_operator = kind == DeviceType.CUDA or event.name().startswith("aten::")
-        if event.device_type() == kind and is_operator:
+        # A named part of the program lies over all that it started, and over the pauses between.
+        is_work = (
+            not event.is_user_annotation() if kind == DeviceType.CUDA else event.name().startswith("aten::")
+        )
+        if event.device_type() == kind and is_work:
             yield event.start_ns(), event.start_ns() + event.duration_ns()
 
 
