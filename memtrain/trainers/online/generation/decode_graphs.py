@@ -16,6 +16,10 @@ from memtrain.errors import first_line_of
 
 Run = Callable[[], None]
 
+PUTS = (torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
+"""Indexed writes. A number of Python (`x[rows, places] = True`) reaches them as a tensor of the host, which
+torch copies to the device, and waits; elsewhere such a number is an argument of the kernel."""
+
 
 class Recorder(Protocol):
     """Records a function without arguments or results; the recording starts the same kernels again.
@@ -103,8 +107,8 @@ class CudaGraphs:
 class OperatorTape:
     """A tape of the operators on a CPU, with the very tensors, for tests of CUDA graphs' effects.
 
-    A number that Python changes between two starts, a tensor that is made anew, or a wait for the device
-    shows here as it would there.
+    A number that Python changes between two starts, a tensor that is made anew, a wait for the device, or a
+    number that the host would have to send shows here as it would there.
     """
 
     def __init__(self) -> None:
@@ -142,11 +146,20 @@ class _Tape(TorchDispatchMode):
         super().__init__()
         self.steps: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.of_python: list[Tensor] = []
+        """Tensors that torch made of Python's numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("a recording cannot wait for a number")
+        if func is torch.ops.aten.lift_fresh.default:
+            self.of_python.append(args[0])
+            is_sent = args[0].dim() > 0
+        else:
+            is_sent = func in PUTS and any(args[2] is one for one in self.of_python)
+        if is_sent:
+            raise RuntimeError("a recording cannot wait for the host to send numbers")
         for argument, given in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.before.setdefault(id(given), (given, given.clone()))

@@ -179,7 +179,8 @@ class Decoder:
         self.ids_RT[row_R, place_R] = ids_R
         self.logp_RT[row_R, place_R] = logp_R
         if self.seen_RV is not None:
-            self.seen_RV[row_R, ids_R] = True
+            # True itself would be copied from the host, for which a pass would wait and no graph is captured.
+            self.seen_RV[row_R, ids_R] = torch.ones_like(ids_R, dtype=torch.bool)
 
     def _fetched(self, row_R: Tensor, last_R: Tensor, num_tokens: int) -> Written:
         """The tokens up to place `last_R` of each row: the only wait for the device."""
