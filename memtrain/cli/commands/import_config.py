@@ -30,7 +30,9 @@ Output = Annotated[
 ]
 Processes = Annotated[
     int | None,
-    typer.Option("--processes", min=1, help="Devices that it was run on; 1 if the file does not say."),
+    typer.Option(
+        "--processes", "--num-gpus", min=1, help="Devices that it was run on; 1 if the file does not say."
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 

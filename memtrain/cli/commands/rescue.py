@@ -29,7 +29,12 @@ Gpu = Annotated[
 Budget = Annotated[
     str | None, typer.Option("--budget", help="Memory of one device that may be used, such as 24GiB.")
 ]
-NumGpus = Annotated[int | None, typer.Option("--num-gpus", min=1, help="How many cards it ran on.")]
+NumGpus = Annotated[
+    int | None,
+    typer.Option(
+        "--num-gpus", "--processes", min=1, help="How many cards it ran on, where the file does not say it."
+    ),
+]
 Tool = Annotated[
     str | None,
     typer.Option("--tool", "-t", help="trl, axolotl, llamafactory, unsloth or verl; else it is guessed."),

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from memtrain.cli.rescue.as_it_was import AsItWas, died_in
 from memtrain.cli.rescue.traceback import OomReport
-from memtrain.memory.estimate.pricing import heaviest
+from memtrain.memory.estimate.host_phases import highest
+from memtrain.memory.estimate.pricing import heaviest, phases_on_host
 from memtrain.memory.estimate.static import weights_bytes
 from memtrain.memory.plan.units import MIB, gib
 
@@ -17,13 +18,26 @@ LARGE = 0.08
 """Share of a card that is worth a sentence. Taste."""
 
 
+UNEXPLAINED = 0.95
+"""Share of what torch had and asked for below which a plan does not explain it. Taste."""
+
+VLLM = {
+    "start": "vLLM asks for its share of the whole card as it starts, and less was free: give it a smaller "
+    "share (gpu_memory_utilization), or end what else is on the card.",
+    "cache": "vLLM's share of the card holds its weights and leaves no room for its cache: give it a larger "
+    "share (gpu_memory_utilization).",
+    "length": "vLLM's share of the card has no room for one row of its longest length: set max_model_len to "
+    "prompt and completion together, or give it a larger share (gpu_memory_utilization).",
+}
+"""Sentences by vLLM's own refusal."""
+
+
 def clues(died: OomReport, was: AsItWas | None, budget: int) -> Iterator[str]:
     """Sentences, the surest first."""
     if died.on_host:
-        yield (
-            "The host's memory ran out, not the card's: rows, offloaded tensors and the copies of a save are "
-            "there. Fewer loader processes, or a machine with more memory."
-        )
+        yield from _host(died, was)
+    if died.vllm is not None:
+        yield VLLM[died.vllm]
     if was is not None and died.asked_bytes is not None:
         yield from _tensor(died.asked_bytes, was)
     if died.capacity_bytes and died.others_bytes and died.others_bytes > LARGE * died.capacity_bytes:
@@ -33,14 +47,59 @@ def clues(died: OomReport, was: AsItWas | None, budget: int) -> Iterator[str]:
             f"{gib(died.idle_bytes)} were reserved by the allocator and in no tensor: fragments. "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps them together."
         )
-    if was is not None and died.allocated_bytes is not None:
-        held = died_in(was, died.moment).num_bytes
-        yield f"torch had {gib(died.allocated_bytes)} in tensors; the plan of that moment says {gib(held)}."
-    if was is not None and was.priced.need_bytes <= budget:
-        yield (
-            f"By arithmetic the run needs {gib(was.priced.need_bytes)} and should have fitted: what held the "
-            "rest is not in the configuration (longer rows, other processes, code of its own)."
+    if was is None:
+        return
+    explains = True
+    if died.allocated_bytes is not None:
+        held, wanted = died_in(was, died.moment).num_bytes, died.allocated_bytes + (died.asked_bytes or 0)
+        explains = held >= UNEXPLAINED * wanted
+        yield _had(died, held, explains=explains)
+    if was.priced.need_bytes <= budget and not died.on_host:
+        rest = (
+            ": what held the rest is not in the configuration (longer rows, other processes, code of its own)"
         )
+        yield (
+            f"By arithmetic the run needs {gib(was.priced.need_bytes)} and should have fitted"
+            f"{rest if explains else ''}."
+        )
+
+
+def _had(died: OomReport, held: int, *, explains: bool) -> str:
+    """A sentence on the bytes that torch had and asked for, beside the plan of that moment."""
+    had = died.allocated_bytes or 0
+    text = f"torch had {gib(had)} in tensors"
+    if died.asked_bytes is not None:
+        text += f" and asked for {gib(died.asked_bytes)} more, {gib(had + died.asked_bytes)} together"
+    if explains:
+        return f"{text}; the plan of that moment comes to {gib(held)}."
+    return (
+        f"{text}; the plan of that moment comes to {gib(held)} only: the rest is not in the configuration "
+        "(longer rows, more rows at once, code of its own), or another configuration ran."
+    )
+
+
+def _host(died: OomReport, was: AsItWas | None) -> Iterator[str]:
+    """Sentences on a host that ran out of memory."""
+    yield (
+        "The host's memory ran out, not the card's: rows, offloaded tensors and the copies of a save are "
+        "there. Fewer loader processes, or a machine with more memory."
+    )
+    if was is None:
+        return
+    settings, shape = was.priced.settings, was.facts.shape
+    number = settings.num_processes
+    if died.moment == "load":
+        each = weights_bytes(settings.model_copy(update={"quantize": "none"}), shape)
+        yield (
+            f"It died while weights were loaded: a process that loads them whole on the host holds "
+            f"{gib(each)} meanwhile" + (f", {number} of them {gib(number * each)}." if number > 1 else ".")
+        )
+    name, owners = highest(phases_on_host(was.priced, was.facts))
+    listed = ", ".join(f"{owner} {gib(size)}" for owner, size in owners.items() if size > 64 * MIB)
+    yield (
+        f"As a run of memtrain's it would hold {gib(sum(owners.values()))} of the host in its {name} "
+        f"({listed or 'no owner of size'})."
+    )
 
 
 def _tensor(asked: int, was: AsItWas) -> Iterator[str]:

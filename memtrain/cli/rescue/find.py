@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -15,7 +15,7 @@ from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.plan.plan import PhasePeak
-from memtrain.memory.plan.units import read_size
+from memtrain.memory.plan.units import MIB, read_size
 from memtrain.memory.planner.resolve import LENGTH_STEP, Resolved, resolved_if_it_fits
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.memory.strategies.registry import STRATEGIES
@@ -44,6 +44,9 @@ def allowed_in_turn() -> list[tuple[str, ...]]:
             turns.append((*turns[-1], *step))
     return turns
 
+
+ROUNDED = 64 * MIB
+"""Bytes of other processes that are none: the rounding of a message's sizes."""
 
 NEAR = 0.04
 """A card of the table whose memory is this near to the traceback's is taken to be it."""
@@ -91,6 +94,9 @@ class Rescue:
     lost: tuple[str, ...]
     """Keys that are not carried over."""
     notes: tuple[str, ...]
+    """Assumptions about the run as it was."""
+    differences: tuple[str, ...] = ()
+    """Notes on keys that mean something else in the recipe."""
 
 
 def rescued(asked: RescueQuestion) -> Rescue:
@@ -118,14 +124,25 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
     imported = import_config(foreign, has_stand_ins=True)
     # verl says its devices in its own keys.
     foreign = replace(foreign, processes=int(str(imported.pins["cluster.processes"])))
-    is_float16 = imported.whole().model.dtype == "float16"
-    hardware, budget = devices(asked, died, foreign.processes, is_float16=is_float16)
-    was = as_it_was(foreign, hardware, budget, asked.max_length)
+    foreign, assumed = _with_ranks(foreign, asked, died)
+    wrote = imported.whole().model.dtype
+    is_open = imported.precision_is_open or wrote == "float16"
+    hardware, budget = devices(asked, died, foreign.processes, may_lack_bfloat16=is_open)
+    pins: dict[str, object] = {}
+    if not hardware.has_bfloat16 and wrote == "bfloat16":
+        pins["model.dtype"] = "float16"
+        assumed.append(f"{hardware.name} has no bfloat16: the run is planned in float16.")
+    was = as_it_was(foreign, hardware, budget, asked.max_length, pins)
+    assumed += was.notes
+    if asked.max_length is None and was.recipe.length.max_length is not None and not was.notes:
+        longest = was.recipe.length.max_length
+        assumed.append(f"Rows are taken to have {longest:,} tokens, the most that it lets in (--max-length).")
     way = None
     if was.priced.need_bytes > budget or died.asked_bytes is not None:
-        way = own_way(foreign, was, hardware, budget, asked.max_length)
-    text, recipe = _free_recipe(foreign, asked.max_length)
+        way = own_way(foreign, was, hardware, budget, asked.max_length, pins)
+    text, recipe = _free_recipe(foreign, asked.max_length, pins)
     plan, allowed, facts = _planned(recipe, hardware, budget)
+    listed = was.imported.notes
     return Rescue(
         name=foreign.name,
         title=foreign.tool.title,
@@ -141,12 +158,25 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
         allowed=allowed,
         facts=facts,
         recipe_text="" if plan is None else _text(text, plan, recipe, allowed, was, asked.budget),
-        lost=tuple(line for line in was.imported.notes if not line.startswith("note: ")),
-        notes=(
-            *was.notes,
-            *(line.removeprefix("note: ") for line in was.imported.notes if line.startswith("note: ")),
-        ),
+        lost=tuple(line for line in listed if not line.startswith("note: ")),
+        notes=tuple(assumed),
+        differences=tuple(line.removeprefix("note: ") for line in listed if line.startswith("note: ")),
     )
+
+
+def _with_ranks(foreign: Foreign, asked: RescueQuestion, died: OomReport) -> tuple[Foreign, list[str]]:
+    """(the configuration on as many cards as the output names, where nothing else says them; notes)."""
+    if asked.num_gpus is not None or foreign.processes > 1:
+        return foreign, []
+    if died.ranks is not None and died.ranks > 1:
+        words = f"The output names rank {died.ranks - 1}: {died.ranks} cards are taken (--num-gpus)."
+        return replace(foreign, processes=died.ranks), [words]
+    if died.device:
+        words = (
+            f"The message is of GPU {died.device}: --num-gpus says how many cards the run had; one is taken."
+        )
+        return foreign, [words]
+    return foreign, []
 
 
 def _own_recipe(asked: RescueQuestion) -> Recipe | None:
@@ -186,11 +216,11 @@ def _of_recipe(asked: RescueQuestion, recipe: Recipe, died: OomReport) -> Rescue
 
 
 def devices(
-    asked: RescueQuestion, died: OomReport, processes: int, *, is_float16: bool = False
+    asked: RescueQuestion, died: OomReport, processes: int, *, may_lack_bfloat16: bool = False
 ) -> tuple[Hardware, int]:
     """(the cards, usable bytes of each): the named cards, or the traceback's.
 
-    `is_float16`: the run computed in float16, as it must on cards without bfloat16.
+    `may_lack_bfloat16`: the run computed in float16, or in what its card has.
 
     Raises: RecipeError where neither says them.
     """
@@ -199,7 +229,7 @@ def devices(
     if asked.gpu is not None:
         hardware = Hardware.named(asked.gpu, processes)
     elif size is not None:
-        hardware = _card_of(size, processes, is_float16=is_float16)
+        hardware = _card_of(size, processes, may_lack_bfloat16=may_lack_bfloat16)
     else:
         raise RecipeError(
             "the card of the run is unknown",
@@ -210,27 +240,31 @@ def devices(
         wanted = hardware.memory_bytes  # A card sold with so much keeps a part for its driver.
     if wanted is None:
         wanted = died.capacity_bytes or hardware.memory_bytes
-        wanted -= died.others_bytes or 0
+        # Less is rounding: messages say two digits.
+        wanted -= 0 if (died.others_bytes or 0) < ROUNDED else died.others_bytes or 0
     # A card that torch says more of than the table is a larger one of its name.
     memory = max(hardware.memory_bytes, wanted)
     host = hardware.host_bytes if asked.host_memory is None else read_size(asked.host_memory, "--host-memory")
     return replace(hardware, memory_bytes=memory, free_bytes=wanted, host_bytes=host), wanted
 
 
-def _card_of(size: int, processes: int, *, is_float16: bool) -> Hardware:
+def _card_of(size: int, processes: int, *, may_lack_bfloat16: bool) -> Hardware:
     """The card of a size: the nearest of the table, or one like it that is as large."""
     cards = [Hardware.named(name, processes) for name in known_names()]
-    cards = [card for card in cards if card.has_bfloat16 or is_float16]
+    cards = [card for card in cards if card.has_bfloat16 or may_lack_bfloat16]
     best = min(cards, key=lambda card: abs(card.memory_bytes - size))
     if abs(best.memory_bytes - size) > NEAR * size:
         return replace(best, name=f"a card like {best.name}", memory_bytes=size, free_bytes=size)
     return best
 
 
-def _free_recipe(foreign: Foreign, max_length: int | None) -> tuple[str, Recipe]:
+def _free_recipe(foreign: Foreign, max_length: int | None, pins: Mapping[str, object]) -> tuple[str, Recipe]:
     """The imported recipe with every choice of memory left to the planner."""
     imported = import_config(foreign, has_stand_ins=True, frees=True)
-    return imported.text, with_a_length(imported.whole(), max_length)[0]
+    text, recipe = imported.text, imported.whole()
+    for key, value in pins.items():
+        text, recipe = recipe_with(text, {key: value}), with_key(recipe, key, value)
+    return text, with_a_length(recipe, max_length)[0]
 
 
 def _planned(

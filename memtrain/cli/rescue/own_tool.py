@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
 
@@ -34,6 +34,7 @@ class _Search:
     hardware: Hardware
     budget: int
     max_length: int | None
+    pins: Mapping[str, object]
     tried: dict[tuple[int, ...], Way | None] = field(default_factory=dict["tuple[int, ...]", "Way | None"])
 
     def way(self, chosen: Sequence[OwnChange]) -> Way | None:
@@ -45,7 +46,7 @@ class _Search:
 
     def _priced(self, chosen: Sequence[OwnChange]) -> Way | None:
         keys: dict[str, object] = {}
-        pins: dict[str, object] = {}
+        pins: dict[str, object] = {**self.pins}
         for one in chosen:
             edited = one.edit({**self.foreign.config, **keys})
             if not edited and not one.pins:
@@ -67,13 +68,20 @@ class _Search:
 
 
 def own_way(
-    foreign: Foreign, was: AsItWas, hardware: Hardware, budget: int, max_length: int | None
+    foreign: Foreign,
+    was: AsItWas,
+    hardware: Hardware,
+    budget: int,
+    max_length: int | None,
+    pins: Mapping[str, object],
 ) -> Way | None:
     """The fewest exact changes that fit, the fastest first; else the fewest with an inexact change.
 
+    `pins`: what of the run is otherwise than its configuration says.
+
     None where the tool's own keys do not make it fit.
     """
-    search = _Search(foreign, hardware, budget, max_length)
+    search = _Search(foreign, hardware, budget, max_length, pins)
     changes = changes_of(foreign.tool.name, was.imported.method, foreign.processes)
     exact = [one for one in changes if not one.learns and search.way((one,)) is not None]
     others = [one for one in changes if one.learns and search.way((one,)) is not None]

@@ -7,9 +7,11 @@ from pathlib import Path
 from memtrain.cli.plan.tables import settings_words
 from memtrain.cli.rescue.find import Rescue
 from memtrain.cli.rescue.words import (
+    headroom_words,
     host_words,
     key_lines,
     learns_words,
+    no_change_words,
     plan_learns,
     time_words,
     verdict,
@@ -32,10 +34,11 @@ def page(found: Rescue) -> str:
         memory=_memory(found),
         tool=found.title,
         own=() if found.own is None else key_lines(found.own),
-        own_words="" if found.own is None else way_words(found.own, found),
+        own_words=no_change_words(found) if found.own is None else way_words(found.own, found),
         planned=_planned(found),
         recipe_text=_shown(found.recipe_text) if found.plan is not None else "",
         lost=found.lost,
+        differences=found.differences,
     )
 
 
@@ -65,4 +68,5 @@ def _planned(found: Rescue) -> tuple[str, ...]:
         f"{settings_words(found.plan.settings)}. Needs {gib(found.plan.chosen.need_bytes)} of "
         f"{gib(found.budget_bytes)}, {time_words(found.plan.chosen, found)}."
     )
-    return tuple(line for line in (text, learns_words(plan_learns(found)), host_words(found)) if line)
+    lines = (text, learns_words(plan_learns(found)), headroom_words(found), host_words(found))
+    return tuple(line for line in lines if line)

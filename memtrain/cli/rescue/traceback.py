@@ -15,7 +15,7 @@ _UNITS = {
     "MB": 2**20,
     "GB": 2**30,
 }
-_SIZE = r"([\d.]+) ?(B|[KMGT]i?B)\b"
+_SIZE = r"([\d.]+) ?(bytes?|B|[KMGT]i?B)\b"
 
 MOST_LETTERS = 2**20
 """Letters of a traceback that are read, its end. Taste."""
@@ -48,10 +48,41 @@ MOMENTS: tuple[tuple[str, str], ...] = (
 CONTEXT_BYTES = 2**30
 """Memory of a card that a process holds beside torch's segments, at most: context, kernels, cuBLAS. Taste."""
 
+MESSAGE_LETTERS = 1500
+"""Letters of one message of torch, at most. Taste."""
+
+_MARK = re.compile(
+    r"^\s*(?:\[?rank:?\s*(\d+)\]?:|\([\w.:]+(?: [\w.:]+)* pid=\d+[^)]*\)(?: ERROR [^\]]*\])?)\s?"
+)
+"""Marks of launchers before each line of a process: torchrun `[rank3]:`, Ray and vLLM `(Worker pid=7)`."""
+
+_RANK = re.compile(r"^\s*\[rank(\d+)\]:|\blocal_rank: (\d+)|^\s*rank\s*:\s*(\d+) ", re.M)
+
+_DEVICE = re.compile(
+    r"(?:CUDA|HIP|torch\.\S*) (?:out of memory|error: out of memory)|Tried to allocate [\d.]+ ?[KMGT]i?B\b|"
+    r"torch\.(?:cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|cuda\w* failure 2|cumem_allocator",
+    re.I,
+)
+"""Words of a card that had no memory."""
+
 HOST = (
-    r"DefaultCPUAllocator|not enough memory: you|Cannot allocate memory|oom-kill|exitcode: -9|SIGKILL|Killed"
+    r"DefaultCPUAllocator|not enough memory: you|Cannot allocate memory|oom[-_ ]kill|exitcode\s*: -9|SIGKILL|"
+    r"Killed|node running low on memory|Unable to allocate .* for an array|MemoryError\b"
 )
 """Words of a process that the host had no memory for."""
+
+_HOST_MOMENTS = {
+    "load": r"Loading checkpoint shards|Loading weights|Loading safetensors",
+    "saving": r"Saving model checkpoint|save_checkpoint|save_pretrained",
+}
+"""The last progress that a killed process printed, by moment."""
+
+_VLLM: tuple[tuple[str, str], ...] = (
+    (r"Free memory on device .* is less than desired GPU memory utilization", "start"),
+    (r"No available memory for the cache blocks", "cache"),
+    (r"KV cache is needed, which is larger than the available KV cache memory", "length"),
+)
+"""Words of vLLM where its share of the card is too large, or too small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +104,12 @@ class OomReport:
     """Bytes of the card that other processes had taken."""
     on_host: bool
     """The host's memory ran out, not the card's."""
+    ranks: int | None = None
+    """Processes that the output names: its highest rank, and one."""
+    device: int | None = None
+    """The card's number in the message."""
+    vllm: str | None = None
+    """vLLM's own refusal: `start`, `cache` or `length`."""
 
 
 NOTHING = OomReport(None, None, None, None, None, None, None, False)
@@ -82,32 +119,77 @@ NOTHING = OomReport(None, None, None, None, None, None, None, False)
 def read_traceback(text: str) -> OomReport:
     """Facts of a run's death from the end of its output."""
     text = text[-MOST_LETTERS:]
-    is_cuda = re.search(r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED", text, re.I) is not None
-    on_host = not is_cuda and re.search(HOST, text) is not None
-    capacity = _size(text, rf"total capacity of {_SIZE}", rf"{_SIZE} total capacity", rf"{_SIZE} capacity")
-    allocated = _size(text, rf"{_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated")
-    idle = _size(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
-    reserved = _size(text, rf"{_SIZE} reserved in total by PyTorch")
+    vllm = next((kind for words, kind in _VLLM if re.search(words, text)), None)
+    on_host = vllm is None and _DEVICE.search(text) is None and re.search(HOST, text) is not None
+    frames, message = _first_death(text)
+    capacity = _size(
+        message,
+        rf"total capaci?ty of {_SIZE}",
+        rf"{_SIZE} total capaci?ty",
+        rf"{_SIZE} capacity",
+        rf"device \([\d.]+/{_SIZE}\)",
+    )
+    allocated = _size(message, rf"{_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated")
+    idle = _size(message, rf"{_SIZE} is reserved by PyTorch but unallocated")
+    reserved = _size(message, rf"{_SIZE} reserved in total by PyTorch")
     if idle is None and reserved is not None and allocated is not None:
         idle = max(0, reserved - allocated)
-    free = _size(text, rf"of which {_SIZE} is free", rf"{_SIZE} free")
-    mine = _size(text, rf"this process has {_SIZE} memory in use", rf"this process has {_SIZE}")
+    if reserved is None and idle is not None and allocated is not None:
+        reserved = allocated + idle
+    free = _size(message, rf"of which {_SIZE} is free", rf"{_SIZE} free", r"device \(([\d.]+)/[\d.]+ (GiB)\)")
+    mine = _size(message, rf"this process has {_SIZE} memory in use", rf"this process has {_SIZE}")
     others = None
     if capacity is not None and free is not None:
-        held = mine if mine is not None else reserved
+        held = mine or reserved
         # Where a message does not say what the process holds, its CUDA context is in the rest.
-        own = 0 if mine is not None else CONTEXT_BYTES
+        own = 0 if mine else CONTEXT_BYTES
         others = None if held is None else max(0, capacity - free - held - own)
+    ranks = [int(next(filter(None, one))) for one in _RANK.findall(text)]
+    device = re.search(r"\bGPU (\d+)(?: has a total|;)", message)
     return OomReport(
-        moment=_moment(text),
-        asked_bytes=_size(text, rf"[Tt]ried to allocate {_SIZE}", rf"you tried to allocate {_SIZE}"),
+        moment=_last_progress(text) if on_host else _moment(frames),
+        asked_bytes=_size(message, rf"[Tt]ried to allocate {_SIZE}"),
         capacity_bytes=capacity,
         allocated_bytes=allocated,
         idle_bytes=idle,
         free_bytes=free,
         others_bytes=others,
         on_host=on_host,
+        ranks=max(ranks) + 1 if ranks else None,
+        device=None if device is None else int(device[1]),
+        vllm=vllm,
     )
+
+
+def _first_death(text: str) -> tuple[str, str]:
+    """(the frames before the first message that asks for bytes, the message), without launchers' marks.
+
+    Lines of one process alone, where several write into one another.
+    """
+    lines = text.splitlines()
+    at = next((place for place, line in enumerate(lines) if re.search(r"ried to allocate", line)), None)
+    if at is None:
+        plain = [_MARK.sub("", line) for line in lines]
+        return "\n".join(_frames(plain)), " ".join(plain)
+    mark = _mark(lines[at])
+    before = [_MARK.sub("", line) for line in lines[:at] if _mark(line) == mark]
+    after = [_MARK.sub("", line).strip() for line in lines[at : at + 12] if _mark(line) == mark]
+    found = " ".join(after)
+    found = found[found.index("ried to allocate") - 1 :][:MESSAGE_LETTERS]
+    more = found.find("ried to allocate", 2)
+    frames = [*_frames(before), lines[at] if "File" in lines[at] else ""]
+    return "\n".join(frames), found[:more] if more > 0 else found
+
+
+def _mark(line: str) -> str:
+    found = _MARK.match(line)
+    return "" if found is None else found[0].strip()
+
+
+def _frames(lines: list[str]) -> list[str]:
+    """The lines from the last beginning of a traceback on; all of them where there is none."""
+    starts = [at for at, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    return lines[starts[-1] :] if starts else lines
 
 
 def _size(text: str, *patterns: str) -> int | None:
@@ -115,13 +197,23 @@ def _size(text: str, *patterns: str) -> int | None:
         found = re.search(pattern, text)
         if found is not None:
             number, unit = found.groups()[:2]
+            unit = "B" if unit in ("bytes", "byte") else unit
             return round(float(number) * _UNITS[unit]) if unit in _UNITS and number.count(".") < 2 else None
     return None
 
 
-def _moment(text: str) -> str | None:
+def _moment(frames: str) -> str | None:
     """The moment by the frames before the message; a message alone tells none."""
-    frames = "\n".join(line for line in text.splitlines() if not re.search(r"[Tt]ried to allocate", line))
     if not re.search(r"Traceback|File \"|line \d+", frames):
         return None
     return next((moment for words, moment in MOMENTS if re.search(words, frames)), None)
+
+
+def _last_progress(text: str) -> str | None:
+    """The moment of the last line of progress: a killed process leaves no frames."""
+    at = {
+        moment: max((found.end() for found in re.finditer(words, text)), default=-1)
+        for moment, words in _HOST_MOMENTS.items()
+    }
+    moment = max(at, key=lambda one: at[one])
+    return moment if at[moment] >= 0 else _moment(text)

@@ -18,6 +18,7 @@ from memtrain.memory.plan.units import gib
 from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.trl.writing import inline
 
+DIFFERENT = "What else to know of the recipe:"
 SAME = "The result is the same: every number up to rounding."
 
 
@@ -25,12 +26,12 @@ def verdict(found: Rescue) -> str:
     """The need of the run beside the memory that there is."""
     is_all = found.budget_bytes == found.hardware.memory_bytes
     place = "" if is_all else f"{gib(found.budget_bytes)} of "
-    place += found.hardware.words()
+    place += found.hardware.words() + (" each" if found.hardware.num_devices > 1 else "")
     if found.was is None:
         return f"{found.name}, {found.method}, on {place}."
     need = found.was.priced.need_bytes
-    holds = "does not fit" if need > found.budget_bytes else "fits by arithmetic"
-    return f"{found.name}, {found.title}'s {found.method}: needs {gib(need)} as it was, and {holds} {place}."
+    holds = f"does not fit {place}" if need > found.budget_bytes else f"fits {place} by arithmetic"
+    return f"{found.name}, {found.title}'s {found.method}: needs {gib(need)} as it was, and {holds}."
 
 
 def held_words(held: PhasePeak) -> str:
@@ -101,6 +102,18 @@ def host_words(found: Rescue) -> str:
     return f"In host memory meanwhile: {largest}."
 
 
+def headroom_words(found: Rescue) -> str:
+    """The plan that leaves room on the card, where the chosen one does not."""
+    if found.plan is None:
+        return ""
+    shares = [
+        one for one in found.plan.decisions if one.setting == "headroom" and one.reason.startswith("not left")
+    ]
+    if not shares:
+        return ""
+    return f"A headroom of {shares[0].value} is {shares[0].reason} (memory.budget asks for it)."
+
+
 def print_rescue(found: Rescue, output: Path | None) -> None:
     """The answer on the terminal."""
     print_text(verdict(found))
@@ -114,24 +127,32 @@ def print_rescue(found: Rescue, output: Path | None) -> None:
     if found.title != "memtrain":
         _print_own(found)
     _print_plan(found, output)
-    if found.lost:
-        typer.echo()
-        print_text("Not carried over into the recipe:")
-        for line in found.lost:
-            print_text(f"- {line}")
+    for heading, lines in (("Not carried over into the recipe:", found.lost), (DIFFERENT, found.differences)):
+        if lines:
+            typer.echo()
+            print_text(heading)
+            for line in lines:
+                print_text(f"- {line}")
+
+
+def no_change_words(found: Rescue) -> str:
+    """Reason why no key of the run's own tool changes; nothing for a recipe of memtrain."""
+    if found.was is None:
+        return ""
+    if found.was.priced.need_bytes <= found.budget_bytes:
+        return f"By arithmetic nothing has to change in {found.title}."
+    return f"No change of keys in {found.title} makes it fit, as far as memtrain knows its keys."
 
 
 def _print_own(found: Rescue) -> None:
     typer.echo()
-    if found.own is not None:
-        print_text(f"The smallest change in {found.title}:")
-        for line in key_lines(found.own):
-            typer.echo(f"  {line}")
-        print_text(way_words(found.own, found))
-    elif found.was is not None and found.was.priced.need_bytes <= found.budget_bytes:
-        print_text(f"By arithmetic nothing has to change in {found.title}.")
-    else:
-        print_text(f"No change of keys in {found.title} makes it fit, as far as memtrain knows its keys.")
+    if found.own is None:
+        print_text(no_change_words(found))
+        return
+    print_text(f"The smallest change in {found.title}:")
+    for line in key_lines(found.own):
+        typer.echo(f"  {line}")
+    print_text(way_words(found.own, found))
 
 
 def _print_plan(found: Rescue, output: Path | None) -> None:
@@ -150,8 +171,9 @@ def _print_plan(found: Rescue, output: Path | None) -> None:
         f"{gib(found.budget_bytes)}, {time_words(plan.chosen, found)}."
     )
     print_text(learns_words(plan_learns(found)))
-    if words := host_words(found):
-        print_text(words)
+    for words in (headroom_words(found), host_words(found)):
+        if words:
+            print_text(words)
     if output is not None:
         checks = "checks the peak on the run's own step"
         print_text(f"Next: memtrain check {output}; memtrain plan {output} --trace {checks}.")
@@ -201,4 +223,5 @@ def as_json(found: Rescue) -> dict[str, Any]:
         },
         "not_carried_over": list(found.lost),
         "notes": list(found.notes),
+        "differences": list(found.differences),
     }

@@ -25,6 +25,9 @@ _OFF: Mapping[str, object] = {
 """Strategies that no other tool takes of itself."""
 
 
+_ENGINE = ("cluster.engine", "cluster.cpu_offload")
+
+
 def as_it_was(tool: Tool, reading: ToolReading, made: Translation) -> dict[str, object]:
     """Dotted keys over the keys of the imported recipe. `made`: the recipe's keys, with the method."""
     trl = reading.trl
@@ -48,6 +51,8 @@ def as_it_was(tool: Tool, reading: ToolReading, made: Translation) -> dict[str, 
     pins["cluster.engine"] = "ddp"
     pins["cluster.cpu_offload"] = "none"
     pins |= _reference(reading, trl)
+    # TRL's own engine is among the recipe's keys, other tools' is beside them.
+    pins |= {key: value for key, (value, _) in made.recipe_keys.items() if key in _ENGINE}
     pins |= {
         key: value for key, (value, _) in reading.direct.items() if key in pins or key.startswith("cluster.")
     }

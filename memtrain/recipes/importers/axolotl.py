@@ -63,6 +63,7 @@ def _method(reading: ToolReading) -> None:
 
 def _precision(reading: ToolReading) -> None:
     """Weights are loaded in half precision under an adapter, and in float32 under autocast without one."""
+    reading.precision_is_open = reading.get("bf16") == "auto"
     half = "bfloat16" if reading.get("bf16") not in (False, None) or reading.on("bfloat16") else ""
     half = half or ("float16" if reading.on("fp16") or reading.on("float16") else "")
     half = half or ("bfloat16" if "bf16" not in reading.config else "")

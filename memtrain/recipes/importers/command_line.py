@@ -44,7 +44,7 @@ def read_command(text: str, name: str) -> CommandLine:
     """
     joined = re.sub(r"\\\s*\n", " ", text)
     found: list[CommandLine] = []
-    known: dict[str, str] = {}
+    known = {"HOME": str(Path.home())}
     for line in joined.splitlines():
         stripped = line.strip()
         assigned = re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)=(\S+)", stripped)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
+
 from memtrain.recipes.importers.tool import ToolReading
 
 
@@ -98,3 +100,38 @@ def fsdp(reading: ToolReading, key: str, value: object, more: object) -> None:
         or options.get("offload_params") is True
     ):
         reading.set_recipe("cluster.cpu_offload", "parameters", key)
+
+
+def accelerate_file(path: Path) -> tuple[str | None, int | None]:
+    """(accelerate's engine as TRL names it, its processes) of a file that is here; None for what it lacks."""
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None, None
+    if not isinstance(read, Mapping):
+        return None, None
+    config = cast(Mapping[str, Any], read)
+    number = config.get("num_processes")
+    kind = str(config.get("distributed_type", "")).upper()
+    engine = {"MULTI_GPU": "multi_gpu", "NO": "single_gpu"}.get(kind)
+    if kind == "DEEPSPEED":
+        engine = _accelerates_stage(config.get("deepspeed_config"))
+    elif kind == "FSDP":
+        more = config.get("fsdp_config")
+        shares: Mapping[str, Any] = cast(Mapping[str, Any], more) if isinstance(more, Mapping) else {}
+        engine = "fsdp2_offload" if shares.get("fsdp_offload_params") is True else "fsdp2"
+    return engine, number if isinstance(number, int) else None
+
+
+def _accelerates_stage(asked: object) -> str | None:
+    shares: Mapping[str, Any] = cast(Mapping[str, Any], asked) if isinstance(asked, Mapping) else {}
+    if isinstance(shares.get("deepspeed_config_file"), str):
+        found = _deepspeed_of(shares["deepspeed_config_file"])
+        stage, is_away = (found[0], found[1] != "none") if found else (None, False)
+    else:
+        stage = shares.get("zero_stage")
+        away = (shares.get("offload_optimizer_device"), shares.get("offload_param_device"))
+        is_away = any(one in ("cpu", "nvme") for one in away)
+    if stage not in (1, 2, 3):
+        return None
+    return f"zero{stage}_offload" if is_away else f"zero{stage}"

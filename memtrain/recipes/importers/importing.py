@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,14 +12,17 @@ from memtrain.recipes.importers.as_it_was import as_it_was
 from memtrain.recipes.importers.axolotl import AXOLOTL
 from memtrain.recipes.importers.command_line import looks_like, read_command
 from memtrain.recipes.importers.consistent import make_consistent
+from memtrain.recipes.importers.engines import accelerate_file
 from memtrain.recipes.importers.guess import guess_method, guess_tool, is_recipe
 from memtrain.recipes.importers.llamafactory import LLAMAFACTORY
+from memtrain.recipes.importers.notebook import notebook_code
 from memtrain.recipes.importers.tool import Tool, ToolReading, read_keys
 from memtrain.recipes.importers.unsloth import UNSLOTH, script_config
 from memtrain.recipes.importers.verl import VERL
 from memtrain.recipes.reading.load import load_text, read_mapping
 from memtrain.recipes.reading.yaml_tree import plain
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
 from memtrain.recipes.trl.translate import IMPORTED, translate
 from memtrain.recipes.trl.translation import Lost, Translation
 from memtrain.recipes.trl.writing import inline, recipe_text
@@ -63,6 +66,8 @@ class Imported:
     """Settings of the tool's own computation, as keys over the recipe's."""
     recipe: Recipe | None = None
     """The recipe of the text; None with faults."""
+    precision_is_open: bool = False
+    """Nobody wrote a precision: the tool takes bfloat16 where the card has it, else float16."""
 
     def whole(self) -> Recipe:
         """The recipe.
@@ -86,6 +91,8 @@ def read_foreign(
     path = Path(source) if len(source) < 4096 and "\n" not in source else None
     if path is not None and path.is_file():
         text = _text(path)
+        if path.suffix == ".ipynb":
+            return _script(notebook_code(text, path.name), path, tool, method, processes)
         if path.suffix == ".py":
             return _script(text, path, tool, method, processes)
         if path.suffix not in (".sh", ".txt", ".bash") or not looks_like(text):
@@ -134,8 +141,22 @@ def _command(text: str, name: str, tool: str | None, method: str | None, process
     config: dict[str, Any] = {}
     for file in command.files:
         config |= cast(dict[str, Any], plain(read_mapping(file)))
-    config |= command.keys
-    return _foreign(config, command.words, name, tool, method, processes or command.processes)
+    config |= dict(_switches(command.keys))
+    engine = config.get("accelerate_config")
+    number = command.processes
+    if isinstance(engine, str) and Path(engine).is_file():
+        named, said = accelerate_file(Path(engine))
+        config["accelerate_config"] = named or engine
+        number = number or said
+    return _foreign(config, command.words, name, tool, method, processes or number)
+
+
+def _switches(keys: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys of a command; `--no_x`, which transformers' parser has for every switch, is `x: false`."""
+    for key, value in keys.items():
+        off = key.removeprefix("no_")
+        is_off = off != key and value is True and key not in TRL_KEYS and off in TRL_KEYS
+        yield (off, False) if is_off else (key, value)
 
 
 def _foreign(
@@ -217,7 +238,7 @@ def import_config(
         recipe = load_text(text, output).recipe
     except RecipeError as error:
         faults = list(error.faults)
-    return Imported(tool, reading.method, text, _notes(made), faults, pins, recipe)
+    return Imported(tool, reading.method, text, _notes(made), faults, pins, recipe, reading.precision_is_open)
 
 
 def _stand_in(made: Translation) -> None:
@@ -248,7 +269,9 @@ def translated(tool: Tool, reading: ToolReading) -> Translation:
     ]
     made.lost = [*reading.lost, *renamed]
     made.notes = [*reading.notes, *(note.replace("TRL", tool.title) for note in made.notes)]
-    made.recipe_keys |= reading.direct
+    made.recipe_keys = {
+        key: (value, comment.replace("TRL", tool.title)) for key, (value, comment) in made.recipe_keys.items()
+    } | reading.direct
     make_consistent(made)
     return made
 

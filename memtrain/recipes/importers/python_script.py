@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from memtrain.errors import RecipeError
+from memtrain.recipes.importers.notebook import without_magics
 
 _PRECISIONS = ("bfloat16", "float16", "float32")
 _SUPPORTED = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
@@ -72,7 +73,7 @@ def calls_of(text: str, name: str) -> list[Call]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(text)
+            tree = ast.parse(without_magics(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         where = f"{name}:{line}" if line else name

@@ -44,6 +44,8 @@ class ToolReading:
     """Keys of the recipe that TRL has none for, each with a comment (or "")."""
     computed: dict[str, object] = field(default_factory=dict[str, object])
     """Keys of the recipe for how the tool computes, where that is not as transformers' trainer does."""
+    precision_is_open: bool = False
+    """The tool computes in bfloat16 where the card has it, else in float16: nothing says which."""
     lost: list[Lost] = field(default_factory=list[Lost])
     notes: list[str] = field(default_factory=list[str])
 
@@ -144,6 +146,8 @@ def _one(tool: Tool, reading: ToolReading, key: str, value: object) -> None:
         case Automatic() | ReadTogether():
             pass
         case None:
+            if value is None:
+                return  # Nothing is written there.
             near = difflib.get_close_matches(key, tool.keys, n=1)
             asks = f"; did you mean {near[0]}?" if near else ""
             reading.lose(key, f"no key of {tool.title} that is known here{asks}")

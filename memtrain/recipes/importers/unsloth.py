@@ -228,6 +228,7 @@ def _precision(reading: ToolReading) -> None:
     """Unsloth loads weights in half precision, and computes in it."""
     dtype = reading.trl.get("dtype")
     if dtype in (None, "auto") and _is_fast(reading):
+        reading.precision_is_open = True
         reading.trl["dtype"] = (
             "float16" if reading.trl.get("fp16") is True and not reading.trl.get("bf16") else "bfloat16"
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from pathlib import PurePath
 from typing import Any, cast, get_args
 
 from memtrain.recipes.reading.renamed_keys import RENAMED_VALUES
@@ -290,18 +292,27 @@ def logging_keys(made: Translation) -> None:
 
 
 def devices(made: Translation) -> None:
-    """CPU, and the engine of accelerate's shipped configurations."""
+    """CPU, and the engine of accelerate's configurations, by TRL's names of them or the file's."""
     if made.config.get("use_cpu"):
         made.set("cluster.device", "cpu")
     asked = made.config.get("accelerate_config")
-    engines = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp2", "fsdp1": "fsdp2"}
-    if asked in engines:
-        made.set("cluster.engine", engines[cast(str, asked)])
-    elif asked not in (None, "single_gpu", "multi_gpu"):
-        made.lose(
-            "accelerate_config",
-            "a file of accelerate's; `cluster.engine` and `cluster.processes` say the same",
-        )
+    if asked in (None, "single_gpu", "multi_gpu"):
+        return
+    name = PurePath(str(asked)).stem.lower()
+    found = re.search(r"zero[_-]?(?:stage)?[_-]?([123])|(fsdp)", name)
+    if found is None:
+        if not re.search(r"single_gpu|multi_gpu|ddp", name):
+            made.lose(
+                "accelerate_config",
+                "a file of accelerate's; `cluster.engine` and `cluster.processes` say the same",
+            )
+        return
+    engine = "fsdp2" if found[2] else f"zero{found[1]}"
+    made.set("cluster.engine", engine)
+    if "offload" in name:
+        made.set("cluster.cpu_offload", "optimizer" if engine in ("zero1", "zero2") else "parameters")
+    if str(asked) != name:
+        made.notes.append(f"accelerate_config: {asked} is not here; its name tells {engine}")
 
 
 def losses(made: Translation) -> None:

@@ -187,3 +187,59 @@ def test_a_run_in_float16_may_have_been_on_a_card_without_bfloat16(tmp_path: Pat
         names[dtype] = rescued(asked).hardware.name
     assert names["fp16"] == "T4"
     assert names["bf16"] != "T4"
+
+
+UNSLOTH = (
+    "!pip install unsloth\nfrom unsloth import FastLanguageModel\nfrom trl import SFTConfig, SFTTrainer\n"
+    "model, tokenizer = FastLanguageModel.from_pretrained(model_name='unsloth/Meta-Llama-3.1-8B', "
+    "max_seq_length=2048, dtype=None, load_in_4bit=True)\n"
+    "model = FastLanguageModel.get_peft_model(model, r=16, use_gradient_checkpointing='unsloth')\n"
+    "trainer = SFTTrainer(model=model, args=SFTConfig(per_device_train_batch_size=2))\n"
+)
+
+
+def test_a_notebook_of_unsloth_died_on_a_card_without_bfloat16(tmp_path: Path):
+    """The most common run of all: Colab's T4, no precision written."""
+    (tmp_path / "colab.py").write_text(UNSLOTH)
+    found = rescued(RescueQuestion(str(tmp_path / "colab.py"), gpu="t4"))
+    assert found.was is not None
+    assert found.was.priced.settings.dtype == "float16"
+    assert "T4 has no bfloat16" in " ".join(found.notes)
+    assert load_text(found.recipe_text, "rescued.yaml").recipe.model.dtype == "float16"
+    text = (
+        "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 14.74 GiB of which 0"
+    )
+    assert rescued(RescueQuestion(str(tmp_path / "colab.py"), text)).hardware.name == "T4"
+
+
+def test_ranks_of_the_output_are_cards_of_the_run(tmp_path: Path):
+    (tmp_path / "sft.yaml").write_text(FULL)
+    path, text = str(tmp_path / "sft.yaml"), f"[rank3]: {OLD_RANK}"
+    found = rescued(RescueQuestion(path, text, method="sft"))
+    assert found.hardware.num_devices == 4
+    assert "4 cards are taken" in " ".join(found.notes)
+    assert rescued(RescueQuestion(path, text, method="sft", num_gpus=2)).hardware.num_devices == 2
+
+
+OLD_RANK = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity "
+    "of 79.14 GiB "
+    "of which 1.00 GiB is free."
+)
+
+
+def test_trls_engine_is_planned_and_proposed(tmp_path: Path):
+    """The engine of accelerate's file, by its name; and shards where a run had none."""
+    (tmp_path / "run.sh").write_text(
+        "accelerate launch --config_file configs/deepspeed_zero3.yaml --num_processes 4 sft.py \\\n"
+        "  --model_name_or_path Qwen/Qwen2.5-7B --dataset_name a/b --max_length 1024 "
+        "--no_remove_unused_columns\n"
+    )
+    found = rescued(RescueQuestion(str(tmp_path / "run.sh"), gpu="a100-80"))
+    assert found.was is not None
+    assert found.was.priced.settings.engine == "zero3"
+    assert not [line for line in found.lost if "remove_unused" in line]
+    (tmp_path / "sft.yaml").write_text(FULL)
+    plain = rescued(RescueQuestion(str(tmp_path / "sft.yaml"), gpu="a100-80", num_gpus=4, method="sft"))
+    assert plain.own is not None
+    assert "accelerate_config" in plain.own.keys

@@ -67,3 +67,81 @@ def test_a_killed_process_is_the_hosts_memory():
 def test_text_that_is_no_traceback_says_nothing():
     died = read_traceback("all is well\n" * 10)
     assert (died.moment, died.asked_bytes, died.capacity_bytes, died.on_host) == (None, None, None, False)
+
+
+def test_torch_2_1_spells_the_capacity_otherwise():
+    died = read_traceback(
+        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 112.00 MiB. GPU 0 has a "
+        "total capacty "
+        "of 23.69 GiB of which 43.31 MiB is free."
+    )
+    assert died.capacity_bytes == round(23.69 * GIB)
+
+
+TWO_RANKS = (
+    "[rank3]: Traceback (most recent call last):\n[rank1]: Traceback (most recent call last):\n"
+    '[rank3]:   File "t.py", line 9, in step\n[rank1]:   File "t.py", line 7, in step\n'
+    "[rank1]:     self.optimizer.step()\n[rank3]:     return run_backward(x)\n"
+    "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 16.00 GiB. GPU 3 has a total "
+    "capacity "
+    "of 79.14 GiB of which 9.80 GiB is free. Including non-PyTorch memory, this process has 69.33 GiB "
+    "memory in "
+    "use.\n[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 15.10 GiB. GPU 1 has a "
+    "total "
+    "capacity of 39.00 GiB of which 9.80 GiB is free. Of the allocated memory 30.00 GiB is allocated by "
+    "PyTorch\n"
+)
+
+
+def test_lines_of_several_ranks_are_told_apart():
+    """The first death is rank 3's: its frames and its message alone; bytes of rank 1 are not filled in."""
+    died = read_traceback(TWO_RANKS)
+    assert (died.moment, died.asked_bytes, died.ranks, died.device) == ("backward pass", 16 * GIB, 4, 3)
+    assert died.capacity_bytes == round(79.14 * GIB)
+    assert died.allocated_bytes is None
+
+
+def test_words_of_a_log_before_the_traceback_are_no_frames():
+    text = f"rollout: vllm, entropy_from_logits: true\n{NEW}"
+    assert read_traceback(text).moment == "backward pass"
+
+
+def test_others_are_what_torch_does_not_hold():
+    """Two processes, neither called its own: torch holds 600 MiB, one context is taken to be this one's."""
+    died = read_traceback(
+        "CUDA out of memory. Tried to allocate 148.00 MiB. GPU 0 has a total capacity of 31.60 GiB of "
+        "which 87.44 "
+        "MiB is free. Process 441650 has 30.51 GiB memory in use. Process 449657 has 1022.00 MiB memory "
+        "in use. Of "
+        "the allocated memory 594.01 MiB is allocated by PyTorch, and 5.99 MiB is reserved by PyTorch "
+        "but unallocated."
+    )
+    assert died.others_bytes == pytest.approx(29.93 * GIB, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Out of memory: Killed process 4121 (python3) total-vm:98234532kB",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=1234.0.",
+        "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
+        "  exitcode  : -9 (pid: 4121)",
+    ],
+)
+def test_the_kernel_slurm_and_ray_kill_for_the_hosts_memory(text: str):
+    assert read_traceback(text).on_host
+    assert read_traceback(f"Loading checkpoint shards:  50%\n{text}").moment == "load"
+    assert not read_traceback(f"{text}\n{OLD}").on_host
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("ValueError: Free memory on device (20.11/79.10 GiB) on startup is less than desired GPU memory "
+         "utilization (0.6, 47.46 GiB).", "start"),
+        ("ValueError: No available memory for the cache blocks.", "cache"),
+        ("9.1 GiB KV cache is needed, which is larger than the available KV cache memory", "length"),
+    ],
+)  # fmt: skip
+def test_vllms_own_refusals_are_told_apart(text: str, kind: str):
+    assert read_traceback(text).vllm == kind

@@ -1,11 +1,13 @@
 """Configurations of Axolotl, LLaMA-Factory, Unsloth and verl become recipes that `check` passes."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from memtrain.errors import RecipeError
 from memtrain.recipes.importers.importing import Imported, import_config, read_foreign
+from memtrain.recipes.importers.notebook import without_magics
 from memtrain.recipes.reading.load import load_text
 from memtrain.recipes.recipe import Recipe
 
@@ -335,3 +337,59 @@ def test_a_script_of_trl_may_give_its_trainer_the_name_of_a_model(tmp_path: Path
     made = import_config(read_foreign(str(tmp_path / "train.py")), has_stand_ins=True)
     assert made.whole().model.path == "Qwen/Qwen3-0.6B"
     assert (made.tool.title, made.method) == ("TRL", "grpo")
+
+
+CELLS = [
+    "%%capture\n!pip install unsloth \\\n  trl",
+    "%%writefile notes.txt\nthis is no Python",
+    "%env HF_HUB=1\nmodel = 'Qwen/Qwen3-0.6B'",
+    "if True:\n    !nvidia-smi\nrows = load_dataset('a/b')\nfrom trl import SFTConfig, SFTTrainer\n"
+    "trainer = SFTTrainer(model=model, args=SFTConfig(max_length=512, learning_rate=1e-4))",
+]
+
+
+def test_a_notebook_is_read_without_its_magics(tmp_path: Path):
+    """As it is, and as the script that Colab saves of it."""
+    cells = [{"cell_type": "code", "source": [cell]} for cell in CELLS]
+    notebook = json.dumps({"cells": [{"cell_type": "markdown", "source": ["# !"]}, *cells]})
+    for name, text in (("run.ipynb", notebook), ("run.py", "\n".join((CELLS[0], *CELLS[2:])))):
+        recipe, made = of_file(tmp_path, name, text)
+        assert (made.method, recipe.model.path, recipe.length.max_length) == ("sft", "Qwen/Qwen3-0.6B", 512)
+
+
+def test_a_line_of_python_that_begins_with_a_percent_is_no_magic():
+    text = "x = ('%d'\n  % 3)\n"
+    assert without_magics(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "engine", "offload"),
+    [
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu}",
+            "zero3",
+            True,
+        ),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}", "zero2", False),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}", "fsdp2", True),
+        ("distributed_type: MULTI_GPU", "auto", False),
+    ],
+)
+def test_accelerates_file_says_engine_and_devices(
+    text: str, engine: str, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.yaml").write_text(f"{text}\nnum_processes: 4\n")
+    recipe, _ = imported(
+        "accelerate launch --config_file cluster.yaml sft.py --model_name_or_path a/b --dataset_name c/d",
+    )
+    assert recipe.cluster.engine == engine
+    assert (recipe.cluster.cpu_offload not in ("none", "auto")) is offload
+    assert recipe.train.batch_size == 32
+
+
+def test_a_key_without_a_value_is_not_listed(tmp_path: Path):
+    _, made = of_file(
+        tmp_path, "run.yml", "base_model: a/b\nsequence_len: 512\ndatasets: [{path: c/d}]\ndebug:\n"
+    )
+    assert not [line for line in made.notes if line.startswith("debug")]
