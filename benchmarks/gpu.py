@@ -47,7 +47,7 @@ def main() -> int:
         wanted = [replace(one, limit_s=10 * one.limit_s) for one in wanted]
     where = {
         "device": device_words(stand_in=asked.stand_in),
-        "commit": commit(),
+        "commit": asked.commit or commit(),
         "date": today(),
         "command": COMMAND,
     }
@@ -76,6 +76,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=3600, help="seconds after which nothing runs")
     parser.add_argument("--only", nargs="+", help="stages whose names contain one of these")
     parser.add_argument("--work", type=Path, help="folder for models and rows; else in /tmp")
+    parser.add_argument("--commit", default="", help="of a tree without git, written beside each result")
     parser.add_argument("--stand-in", action="store_true", help="a CPU with tiny models in place of the GPU")
     asked = parser.parse_args()
     asked.out, asked.work = asked.out.absolute(), asked.work and asked.work.absolute()

@@ -9,18 +9,23 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from first_light import results, supervise
-from first_light.bench import Bench
+from first_light.bench import Bench, Planned
 from first_light.grid import GRID, METHODS, SIZES, STRATEGIES, sampled
 from first_light.ladder import Stage, stages
 from first_light.page import page
 from first_light.stages.probes import TESTS, run_for
 from first_light.stages.profiling import covered
+from first_light.stages.steps import operations_of
 from first_light.summary import summary
 from first_light.supervise import Run, Worker
 from first_light.traces import Tracers
+
+from memtrain.trainers.data.store.token_store import TokenStore
 
 ROOT = Path(__file__).parents[2]
 WORKER = """
@@ -174,6 +179,22 @@ def test_the_page_shows_faults_plots_and_what_others_published():
     assert "26,000 tokens/s" in text
     assert text.count("<svg") == 2
     assert "http" not in text
+
+
+@pytest.mark.parametrize(("adapter", "factor"), [(None, 6), ({"r": 4}, 4)])
+def test_mfu_counts_the_head_where_it_scores_and_attention_by_rows(
+    adapter: object, factor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Rows of 1 and 3 tokens: a token's row has 10 / 4 of them. Half of the tokens are scored. By hand."""
+    config = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3}
+    split = SimpleNamespace(folder="", num_loss_tokens=2, num_tokens=4)
+    plan = SimpleNamespace(settings=SimpleNamespace(adapter=adapter), data=SimpleNamespace(train=split))
+    lengths = np.array([1, 3])
+    monkeypatch.setattr(TokenStore, "open", lambda folder: SimpleNamespace(lengths=lengths))
+    facts = SimpleNamespace(config=config | {"vocab_size": 100})
+    counted = operations_of(Planned(plan, facts, None)).a_token
+    layers, head, attention = 3 * (4 * 8 * 8 + 3 * 8 * 16), 8 * 100 / 2, 3 * 8 * 10 / 4
+    assert counted == factor * (layers + head) + 6 * attention
 
 
 def test_time_that_several_kernels_share_counts_once():

@@ -7,16 +7,21 @@ from typing import Any
 from first_light.bench import Bench, Planned
 from first_light.stages.steps import measured_steps
 
+PACKED = ("length.packing=bfd", "train.micro_batch_size=1", "data.completion_only_loss=false")
+
 
 def speed_plan(bench: Bench, size: str, tokens: int, overrides: list[str]) -> Planned:
-    """Rows of about a tenth of a sequence, packed into sequences of `tokens` tokens, one a micro-batch."""
+    """Rows of an eighth of a sequence at most, packed into sequences of `tokens` tokens, one a micro-batch.
+
+    Every token is learned, as in the records that others have published.
+    """
     length = bench.tokens(tokens)
     path, words = bench.recipe(
         "sft",
         size,
         tokens=length,
         row_tokens=max(16, length // 8),
-        overrides=[*overrides, "length.packing=bfd", "train.micro_batch_size=1"],
+        overrides=[*overrides, *PACKED],
         count=192,
     )
     return bench.plan(path, words)

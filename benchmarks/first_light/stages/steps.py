@@ -14,27 +14,31 @@ DATASHEET = {"h200": 989e12, "h100": 989e12, "a100": 312e12, "b200": 2250e12, "l
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Matrix products of one step, as MFU counts them: without what checkpointing computes again."""
+    """Matrix products of a token, as MFU counts them: without what checkpointing computes again."""
 
-    num_weights: int
-    """Weights of matrices that tokens go through; the head is one of them, the embedding is none."""
-    attention: int
-    """Layers x query heads x head width."""
+    layers: float
+    """Weights of the layers' matrices; the embedding is no product."""
+    head: float
+    """Weights of the head, times the share of the tokens that are scored."""
+    attention: float
+    """Layers x query heads x head width, times the tokens that a token's row has: mean of the squares over
+    the mean of the lengths."""
     trains_all: bool
 
-    def a_second(self, tokens: int, longest: int, seconds: float) -> float:
-        """Operations a second of `tokens` tokens in rows of about `longest` tokens, causal.
+    @property
+    def a_token(self) -> float:
+        """Forward and backward, attention causal.
 
         Source: Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B; frozen weights have no gradient
         of their own: 4 operations a weight and token in place of 6.
         """
-        linear = (6 if self.trains_all else 4) * self.num_weights * tokens
-        attends = 3 * 2 * 2 * self.attention * tokens * longest / 2
-        return (linear + attends) / seconds
+        return (6 if self.trains_all else 4) * (self.layers + self.head) + 3 * 2 * 2 * self.attention / 2
 
 
 def operations_of(planned: Planned) -> Operations:
-    """Of a plan's model."""
+    """Of a plan's model, on its rows."""
+    from memtrain.trainers.data.store.token_store import TokenStore
+
     config, adapter = planned.facts.config, planned.plan.settings.adapter
     width, inner = config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]
@@ -42,8 +46,13 @@ def operations_of(planned: Planned) -> Operations:
     keys = config.get("num_key_value_heads") or heads
     layers = config["num_hidden_layers"]
     a_layer = 2 * width * heads * head_dim + 2 * width * keys * head_dim + 3 * width * inner
+    split = planned.plan.data.train
+    lengths = TokenStore.open(split.folder).lengths.astype(float)
     return Operations(
-        layers * a_layer + width * config["vocab_size"], layers * heads * head_dim, adapter is None
+        layers * a_layer,
+        width * config["vocab_size"] * split.num_loss_tokens / split.num_tokens,
+        layers * heads * head_dim * float((lengths**2).sum() / lengths.sum()),
+        adapter is None,
     )
 
 
@@ -72,12 +81,13 @@ def measured_steps(bench: Bench, planned: Planned, steps: int) -> dict[str, Any]
     predicted = predicted_of(planned.variant, made.heaviest)
     step_s = made.seconds / steps
     speed = made.tokens / made.seconds
-    longest = planned.plan.data.train.longest_tokens
-    rate = operations_of(planned).a_second(made.tokens, min(longest, made.tokens), made.seconds)
+    # Of other methods the rows are not what the model is given: prompts, or pairs of answers.
+    is_of_rows = planned.plan.recipe.method == "sft"
+    rate = operations_of(planned).a_token * speed if is_of_rows else None
     sheet = datasheet_rate(planned.facts.hardware.name)
     error = predicted / made.peak_bytes - 1
     assert all(math.isfinite(loss) for loss in made.losses), f"A loss is not finite: {made.losses}"
-    mfu = None if sheet is None else rate / sheet
+    mfu = None if sheet is None or rate is None else rate / sheet
     said = f"{speed:,.0f} tokens/s, peak {bytes_text(made.peak_bytes)}, plan {error:+.1%}"
     return {
         "words": said + ("" if mfu is None else f", MFU {mfu:.2f}"),
