@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memtrain.trainers.model.experts.grouped import ALIGN_BYTES, frozen_product, grouped_product
+from memtrain.trainers.model.experts.grouped import ALIGN_BYTES, frozen_product, grouped_product, has_kernel
 from memtrain.trainers.model.quantized.packed import LAYOUTS, matrices_of
 
 ADAPTERS = "_expert_adapters"
@@ -146,7 +146,7 @@ def _product(self: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tenso
 def low_rank_product(x_SI: Tensor, pair: Pair, ends_E: Tensor) -> Tensor:
     """[S, O]: what an adapter adds."""
     a_ErI, b_ErO = pair.a_ErI.to(x_SI.dtype), pair.b_ErO.to(x_SI.dtype)
-    if x_SI.device.type == "cuda":
+    if has_kernel(x_SI):
         # Ranks that a grouped product does not take aligned get rows of zeros, which change no number.
         short = -a_ErI.shape[1] % (ALIGN_BYTES // x_SI.dtype.itemsize)
         a_ErI, b_ErO = F.pad(a_ErI, (0, 0, 0, short)), F.pad(b_ErO, (0, 0, 0, short))

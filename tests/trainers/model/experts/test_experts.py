@@ -126,6 +126,17 @@ def test_adapters_beside_the_stacks_are_pefts(kind: str) -> None:
     assert_same(found, step(model))
 
 
+@pytest.mark.parametrize("rank", [2, 3, 5])
+def test_an_adapter_of_any_rank_computes(rank: int) -> None:
+    """Of ranks that are not whole 16 bytes torch's product for all experts takes none, on a CPU either."""
+    model = adapted(plain_model("qwen3_moe"), r=rank)
+    found = step(model)
+    as_pefts(model)
+    assert_same(found, step(model))
+    half = adapted(plain_model("qwen3_moe").bfloat16(), r=rank)
+    assert torch.isfinite(step(half)[0])
+
+
 @pytest.mark.parametrize(("kind", "bits"), [("qwen3_moe", "4bit"), ("gpt_oss", "4bit"), ("mixtral", "8bit")])
 def test_packed_weights_train_as_the_numbers_that_they_stand_for(
     kind: str, bits: str, tmp_path: Path
