@@ -28,7 +28,7 @@ class Stage:
         return self.name.partition("/")[0]
 
 
-BACKENDS = ("torch_varlen", "flash", "flash3", "flex", "masked")
+BACKENDS = ("torch_varlen", "flash", "flash3", "flex", "torch_efficient", "masked")
 ENGINES: dict[str, tuple[str, ...]] = {
     "activation_offloading": ("memory.activation_checkpointing=on", "memory.activation_offloading=on"),
     "full_offloading": ("memory.activation_checkpointing=off", "memory.activation_offloading=on"),

@@ -16,7 +16,7 @@ from memtrain.trainers.model.attention.probe import Outcome, probe_one
 from memtrain.trainers.model.attention.row_layout import packed_layout
 
 pytestmark = pytest.mark.gpu
-BACKENDS = ("torch_varlen", "flash", "flash3", "flex", "masked")
+BACKENDS = ("torch_varlen", "flash", "flash3", "flex", "torch_efficient", "masked")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

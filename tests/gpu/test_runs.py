@@ -4,12 +4,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from memtrain.__main__ import main
 from memtrain.memory.plan.plan import Plan
+from memtrain.trainers.batches.ahead import BatchesAhead
+from memtrain.trainers.batches.collate import MicroBatch
 from memtrain.trainers.build.components import build
 from memtrain.trainers.online.generation.backend import build_sampler, sampling_of
 from memtrain.trainers.online.generation.protocol import Group
@@ -37,6 +40,26 @@ def test_every_method_trains(method: str, tmp_path: Path, device: torch.device):
     assert all(torch.isfinite(torch.tensor(losses)))
     if device.type == "cuda":
         assert any(line["reserved"] > 0 for line in reported if line["kind"] == "memory")
+
+
+def test_the_share_of_a_step_in_which_the_gpu_waited_is_told(tmp_path: Path, device: torch.device):
+    """Of one step, once the first ones are over."""
+    reported = run(tmp_path / "run", "sft", device, "train.max_steps=6")
+    (host,) = (line for line in reported if line["kind"] == "host")
+    assert 0 <= host["waited"] < 1
+    assert host["seconds"] > 0
+
+
+def test_micro_batches_wait_in_pinned_memory(plan_of: Callable[..., Plan], cuda: torch.device):
+    """Pinned by a thread, and the same numbers on the GPU."""
+    feed = build(plan_of("sft")).train
+    ahead, sequences = BatchesAhead(), np.array([0, 1])
+    ahead.begin(feed, sequences, cuda)
+    made = ahead.take(feed, sequences)
+    assert ahead.num_taken == 1
+    assert isinstance(made, MicroBatch)
+    assert made.input_ids.is_pinned()
+    assert torch.equal(made.to(cuda).input_ids.cpu(), feed.micro_batch(sequences).input_ids)
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path, device: torch.device):

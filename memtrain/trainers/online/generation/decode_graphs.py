@@ -49,10 +49,17 @@ SYNCHRONIZES = "synchronizing CUDA operation"
 
 
 class CudaGraphs:
-    """CUDA graphs that share one pool of memory: none keeps a result between two starts."""
+    """CUDA graphs that share one pool of memory: none keeps a result between two starts.
+
+    Captured by hand: `torch.cuda.graph` empties the caches of the device and of pinned memory before each
+    capture, and leaves its stream the current one where the end of a capture fails.
+    """
 
     def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
+        self._is_new = True
+        """Nothing was captured into the pool yet."""
 
     def rehearse(self, run: Run) -> str:
         """Whether `run` waits for the device, as torch warns of it: a capture that breaks off costs more."""
@@ -71,24 +78,34 @@ class CudaGraphs:
         """A graph of the current device."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        stream = torch.cuda.current_stream()
+        if self._is_new:
+            # A capture gets no memory that the allocator keeps for others, and cannot free it.
+            torch.cuda.empty_cache()
+            self._is_new = False
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                run()
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
         except BaseException:
-            self._abandon(stream)
+            self._abandon()
             raise
         return graph.replay
 
-    def _abandon(self, stream: torch.cuda.Stream) -> None:
+    def release(self) -> None:
+        """Return the pool to the device: the next pass of the trainer needs its room."""
+        torch.cuda.empty_cache()
+        self._pool, self._is_new = torch.cuda.graph_pool_handle(), True
+
+    def _abandon(self) -> None:
         """Undo what a capture that broke off leaves behind: torch undoes nothing where ending it fails.
 
-        The stream of the capture would stay the current one, the allocator would free nothing any more, and
-        the first random number on the device would raise.
+        The allocator would free nothing any more, and the first random number on the device would raise.
 
-        Source: `CUDAGraph::capture_end` (aten/src/ATen/cuda/CUDAGraph.cpp) and `torch.cuda.graph.__exit__`.
+        Source: `CUDAGraph::capture_end` (aten/src/ATen/cuda/CUDAGraph.cpp), which returns at its first fault.
         """
-        torch.cuda.set_stream(stream)
         device = torch.cuda.current_device()
         for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):  # pyright: ignore
             with suppress(RuntimeError):  # It had come so far.
@@ -96,12 +113,7 @@ class CudaGraphs:
         generator = torch.cuda.default_generators[device]
         # A copy of the state, which no capture waits for.
         generator.graphsafe_set_state(generator.clone_state())
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def release(self) -> None:
-        """Return the pool to the device: the next pass of the trainer needs its room."""
-        torch.cuda.empty_cache()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._is_new = torch.cuda.graph_pool_handle(), True
 
 
 class OperatorTape:

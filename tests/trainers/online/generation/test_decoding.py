@@ -1,6 +1,7 @@
 """Decoding: tokens of several passes between two looks, and of recorded passes, are those of one by one."""
 
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -163,17 +164,20 @@ def test_a_tape_reads_what_stands_in_its_tensors_and_keeps_pythons_numbers():
     assert held.tolist() == [12, 12, 12]
 
 
-class Interrupted:
-    """A capture whose body fails, and whose end fails over it, as torch's does."""
+class Graph:
+    """A graph whose capture cannot be ended, once its body has failed."""
 
-    def __init__(self, graph, pool, capture_error_mode):
+    ended = "well"
+
+    def capture_begin(self, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local", "Another thread may pin memory meanwhile."
+
+    def capture_end(self):
+        if self.ended != "well":
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def replay(self):
         pass
-
-    def __enter__(self):
-        torch.cuda.set_stream("of the capture")
-
-    def __exit__(self, *told):
-        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
 class Generator:
@@ -191,7 +195,22 @@ class Generator:
 @pytest.fixture
 def no_card(monkeypatch):
     """Stands in for the parts of torch.cuda that a capture meets; what happened, by name."""
-    seen = {"stream": "of compute", "ended": [], "generator": Generator(), "mode": 0, "pools": 0}
+    seen = {
+        "stream": "of compute",
+        "ended": [],
+        "generator": Generator(),
+        "mode": 0,
+        "pools": 0,
+        "emptied": 0,
+    }
+
+    @contextmanager
+    def stream(of):
+        before, seen["stream"] = seen["stream"], of
+        try:
+            yield
+        finally:
+            seen["stream"] = before
 
     def pool():
         seen["pools"] += 1
@@ -199,16 +218,15 @@ def no_card(monkeypatch):
 
     fakes = {
         "graph_pool_handle": pool,
-        "CUDAGraph": object,
-        "graph": Interrupted,
+        "CUDAGraph": Graph,
+        "Stream": lambda: "of captures",
+        "stream": stream,
         "synchronize": lambda: None,
-        "current_stream": lambda: seen["stream"],
-        "set_stream": lambda stream: seen.update(stream=stream),
         "current_device": lambda: 0,
         "default_generators": (seen["generator"],),
         "get_sync_debug_mode": lambda: seen["mode"],
         "set_sync_debug_mode": lambda mode: seen.update(mode=mode),
-        "empty_cache": lambda: None,
+        "empty_cache": lambda: seen.update(emptied=seen["emptied"] + 1),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
@@ -219,9 +237,24 @@ def no_card(monkeypatch):
     return seen
 
 
-def test_a_capture_that_breaks_off_leaves_nothing_behind(no_card):
-    """torch would leave its stream in use, the allocator recording, and the random numbers spoilt."""
+def test_captures_run_on_their_stream_and_the_cache_is_emptied_before_the_first(no_card):
+    """Once for a pool: `torch.cuda.graph` does so each time, and training makes its memory anew after it."""
+    graphs, streams = CudaGraphs(), []
+    for emptied in (1, 1, 1):
+        graphs.record(lambda: streams.append(no_card["stream"]))
+        assert no_card["emptied"] == emptied
+    assert streams == ["of captures"] * 3
+    assert no_card["stream"] == "of compute"
+    graphs.release()
+    assert no_card["emptied"] == 2
+    graphs.record(lambda: None)
+    assert (no_card["emptied"], no_card["pools"], no_card["ended"]) == (3, 2, [])
+
+
+def test_a_capture_that_breaks_off_leaves_nothing_behind(no_card, monkeypatch):
+    """torch would leave the allocator recording, and the random numbers spoilt."""
     told: list[str] = []
+    monkeypatch.setattr(Graph, "ended", "badly")
 
     def waits():
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nadvice")
@@ -236,8 +269,9 @@ def test_a_capture_that_breaks_off_leaves_nothing_behind(no_card):
     assert "previous error" not in told[0]
 
 
-def test_memory_that_runs_out_in_a_capture_is_told_as_that(no_card):
+def test_memory_that_runs_out_in_a_capture_is_told_as_that(no_card, monkeypatch):
     """Not as the error of the capture's end, which comes over it."""
+    monkeypatch.setattr(Graph, "ended", "badly")
 
     def fills():
         raise torch.OutOfMemoryError("CUDA out of memory")
