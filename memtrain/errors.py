@@ -75,6 +75,10 @@ class MemtrainError(Exception):
         """Every fault in the form the command line prints."""
         return "\n".join("error: " + "\n".join(fault.lines()) for fault in self.faults)
 
+    def _render_traceback_(self) -> list[str]:
+        """Lines of a notebook's cell (IPython asks for them): the faults, no line of memtrain's own code."""
+        return [*self.text().splitlines(), *getattr(self, "__notes__", ())]
+
 
 class RecipeError(MemtrainError):
     """The recipe, an override or a command-line word cannot be taken as written."""

@@ -14,6 +14,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "memtrain plan my.yaml --gpu 4090 --explain",
         "memtrain plan my.yaml --gpu l4 --solve max_length",
         "memtrain plan Qwen/Qwen3-8B  # LoRA, QLoRA and full fine-tuning on common cards",
+        "memtrain plan rows.jsonl --model Qwen/Qwen3-8B model.adapter={}  # without a recipe",
     ),
     "calibrate": ("memtrain calibrate", "memtrain calibrate --show"),
     "verify": (

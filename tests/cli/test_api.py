@@ -41,6 +41,14 @@ def test_errors_are_those_of_the_command_line():
         _ = getattr(memtrain, "pl" + "ann")
 
 
+def test_a_notebook_shows_the_faults_and_no_code_of_memtrain():
+    """IPython asks an exception for the lines of its cell by this name."""
+    with pytest.raises(RecipeError) as error:
+        memtrain.load_recipe("quickstart", {"optim.lrr": 1e-4})
+    error.value.add_note("note: a note")
+    assert error.value._render_traceback_() == [*error.value.text().splitlines(), "note: a note"]
+
+
 def test_overrides_may_be_the_words_of_the_command_line():
     for given in (["train.max_steps=3"], "train.max_steps=3", ("train.max_steps=3",), {"train.max_steps": 3}):
         assert memtrain.load_recipe("quickstart", given).recipe.train.max_steps == 3

@@ -315,3 +315,36 @@ def test_a_length_that_leaves_no_row_is_told_as_such_and_not_as_one_that_does_no
     assert "At max_length 16, 64 no row is left to train on" in " ".join(out.split())
     assert re.search(r"^ *256 .* yes$", out, re.MULTILINE)
     assert not re.search(r"^ *(16|64) .* no$", out, re.MULTILINE)
+
+
+def test_no_length_is_recommended_that_cuts_the_prompts_of_many_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """keep_end keeps every loss token of an answer, and would cut three prompts of four."""
+    rows = [{"prompt": "a b " * n, "completion": "yes", "label": True} for n in range(1, 41)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["inspect-lengths", str(tmp_path / "rows.jsonl"), "--tokenizer", "builtin:tiny", "--json"]
+    assert run([*words, "--max-length", "32,64,256"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["losses"][0]["loss_tokens_lost"] for one in found["candidates"]] == [0, 0, 0]
+    assert found["recommendation"]["recipe"].splitlines()[1] == "  max_length: 256"
+    assert "of the rows" in found["recommendation"]["reason"]
+
+
+def test_bad_rows_are_named_once_and_their_kinds_where_there_are_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    good, empty = '{"prompt": "a", "completion": "b"}\n', '{"prompt": "", "completion": ""}\n'
+    place = tmp_path / "rows.jsonl"
+    words = ["inspect-lengths", str(place), "--tokenizer", "builtin:tiny"]
+    for content, said in (
+        (good + empty, f"1 bad row: 'prompt' and 'completion' are both empty ({place}:2)."),
+        (good + empty * 2, f"2 bad rows: 'prompt' and 'completion' are both empty (the first: {place}:2)."),
+        (
+            good + empty * 2 + "{\n",
+            "3 bad rows. Most often: 'prompt' and 'completion' are both empty (2 times",
+        ),
+    ):
+        place.write_text(content)
+        assert run(words) == 0
+        assert said.replace(" ", "") in "".join(capsys.readouterr().out.split())

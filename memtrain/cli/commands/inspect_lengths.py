@@ -144,6 +144,7 @@ def inspected(given: Words, lengths: tuple[int, ...], budget: str | None, sample
     words, counted_by = _with_tokenizer(_sorted_words(given))
     loaded = _loaded(words)
 
+    from memtrain.cli.plan.recipe_lines import at_their_lines
     from memtrain.cli.plan.usual_tokenizer import keep_last
     from memtrain.trainers.data.length_report.inspect import Question, inspect
     from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
@@ -162,7 +163,7 @@ def inspected(given: Words, lengths: tuple[int, ...], budget: str | None, sample
         counted_by=counted_by,
     )
     price = planner.price if planner is not None else None
-    with _progress() as progress:
+    with _progress() as progress, at_their_lines(loaded):
         found = inspect(question, tokenizer_of(written.model), price=price, progress=progress)
     keep_last(question.tokenizer_name)
     if planner is None:

@@ -14,6 +14,7 @@ from memtrain.errors import RecipeError
 
 if TYPE_CHECKING:
     from memtrain.cli.plan.answer import Answer
+    from memtrain.recipes.reading.load import LoadedRecipe
     from memtrain.trainers.tools.trace.client import Traced
 
 GC_THRESHOLD = 100_000
@@ -63,9 +64,18 @@ Html = Annotated[
 RecipeOrModel = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE|MODEL",
-        help="A recipe file, the name of a shipped recipe, or a model: a folder or a hub id.",
+        metavar="RECIPE|MODEL|DATASET",
+        help="A recipe file, the name of a shipped recipe, or a model (a folder or a hub id); with --model a "
+        "dataset (file, folder, hub id).",
         autocompletion=complete_recipe,
+        show_default=False,
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Model that DATASET would be trained on, or in place of the recipe's: a folder or a hub id.",
         show_default=False,
     ),
 ]
@@ -74,6 +84,7 @@ RecipeOrModel = Annotated[
 def plan(
     recipe: RecipeOrModel,
     overrides: OverridesArgument = None,
+    model: ModelOption = None,
     gpu: Gpu = None,
     budget: Budget = None,
     num_gpus: NumGpus = None,
@@ -88,20 +99,22 @@ def plan(
     """Show what a run will do and need: the fastest plan that fits, what each choice buys, and why.
 
     Nothing is started, and no GPU is needed. The numbers come from arithmetic; --trace checks them on the
-    run's own step. Of a model: a table of LoRA, QLoRA and full fine-tuning on common cards.
+    run's own step. Of a model: a table of LoRA, QLoRA and full fine-tuning on common cards. Of a dataset with
+    --model: the run that `memtrain sft DATASET --model MODEL` would start (dpo of pairs, kto of verdicts).
     """
     # A plan makes many small objects and few cycles: the collector would look through all of them often.
     gc.set_threshold(GC_THRESHOLD)
     from memtrain.cli.plan.model_table import is_model
 
-    if is_model(recipe):
+    if model is None and is_model(recipe):
         _refuse_for_a_model(gpu, budget, num_gpus, solve, html, is_asked=explain or trace)
         _print_model(recipe, overrides or [], as_json=as_json)
         return
     from memtrain.cli.launch.summary import reading_progress
-    from memtrain.cli.output.previous_notes import read_recipe
+    from memtrain.cli.output.terminal import print_text
     from memtrain.cli.plan.answer import answer, ask, facts_of_question, trace_answer
     from memtrain.cli.plan.answer import as_json as json_of
+    from memtrain.cli.plan.recipe_lines import at_their_lines
     from memtrain.memory.plan.units import read_size
 
     words = list(overrides or [])
@@ -109,7 +122,9 @@ def plan(
     if num_bytes is not None:
         words.append(f"memory.budget={budget}")
     host_bytes = None if host_memory is None else read_size(host_memory, "--host-memory")
-    question = ask(read_recipe(recipe, words), gpu, num_gpus, num_bytes, host_bytes)
+    loaded, sentence = _loaded(recipe, words, model)
+    with at_their_lines(loaded):
+        question = ask(loaded, gpu, num_gpus, num_bytes, host_bytes)
     with reading_progress() as progress:
         facts, note = facts_of_question(question, reads_data=not without_data, progress=progress)
     if solve is not None:
@@ -129,7 +144,23 @@ def plan(
         typer.echo(json.dumps(json_of(made, traced, why_not), indent=1))
     if as_json or html is not None:
         return
+    if sentence:
+        print_text(sentence)
     _print_plan(made, traced, why_not, explain=explain, trace=trace)
+
+
+def _loaded(recipe: str, words: list[str], model: str | None) -> tuple[LoadedRecipe, str]:
+    """The recipe that is asked about, its model that of `--model`; of a dataset, the sentence about it."""
+    from memtrain.cli.output.previous_notes import print_renamed, read_recipe
+    from memtrain.cli.plan.dataset_alone import is_recipe, model_word, recipe_to_plan
+
+    if model is None:
+        return read_recipe(recipe, words), ""
+    if is_recipe(recipe):
+        return read_recipe(recipe, [model_word(model), *words]), ""
+    loaded, sentence = recipe_to_plan(recipe, model, words)
+    print_renamed(loaded)
+    return loaded, sentence
 
 
 def _print_plan(made: Answer, traced: Traced | None, why_not: str, *, explain: bool, trace: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,8 +49,8 @@ def show_data(
     from memtrain.cli.launch.summary import reading_progress
     from memtrain.cli.output.previous_notes import print_renamed, read_recipe
     from memtrain.cli.output.terminal import print_text
+    from memtrain.cli.plan.dataset_alone import is_dataset_alone, model_word, recipe_to_show
     from memtrain.cli.plan.recipe_lines import at_their_lines
-    from memtrain.cli.plan.shown_dataset import is_shown_alone, recipe_to_show
     from memtrain.errors import RecipeError
     from memtrain.recipes.recipe import HAS_ANSWERS
     from memtrain.trainers.data.packing.by_method import held_out_of
@@ -61,8 +60,8 @@ def show_data(
     from memtrain.trainers.data.store.token_store import TokenStore
     from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 
-    words = [*([f"model.path={json.dumps(model)}"] if model else ()), *(overrides or ())]
-    if is_shown_alone(recipe):
+    words = [*([model_word(model)] if model else ()), *(overrides or ())]
+    if is_dataset_alone(recipe):
         loaded, sentence = recipe_to_show(recipe, words)
         print_renamed(loaded)
         print_text(sentence)

@@ -134,14 +134,8 @@ def _facts(found: Inspection) -> Iterator[str]:
     if found.duplicates:
         again = share(found.duplicates, found.rows)
         yield f"{count_of(found.duplicates, 'row')} ({again}) repeat an earlier one."
-    bad = found.faulty
-    if bad.rows:
-        yield (
-            f"{count_of(bad.rows, 'bad row')}: {bad.empty:,} empty, "
-            f"{bad.without_loss_tokens:,} without a loss token, "
-            f"{bad.rows - bad.empty - bad.without_loss_tokens:,} otherwise. Most often: {bad.kinds[0].what} "
-            f"({count_of(bad.kinds[0].rows, 'time')}, first at {bad.kinds[0].where})."
-        )
+    if found.faulty.rows:
+        yield found.faulty.words
 
 
 def _tables(found: Inspection) -> Iterator[tuple[str, Table]]:

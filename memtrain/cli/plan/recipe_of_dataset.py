@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 import yaml
@@ -24,9 +25,8 @@ def write_recipe(method: str | None, dataset: str, model: str, overrides: Sequen
     """The file of the recipe that trains `model` on `dataset`, in the current folder.
 
     A file that says the same is taken as it is; one that an earlier command wrote, and that no run used (its
-    command was refused), is kept beside it.
-    Raises: RecipeError when a word is wrong, the method is not given, or a file that says something else is
-    in the way.
+    command was refused), is kept beside it. Beside any other the file has a number: `rows-sft-2.yaml`.
+    Raises: RecipeError when a word is wrong, or the method is not given.
     """
     if method is None:
         raise RecipeError(
@@ -43,21 +43,30 @@ def write_recipe(method: str | None, dataset: str, model: str, overrides: Sequen
     ]
     loaded = recipe_of_words(words)
     body = yaml.safe_dump(dict(loaded.resolved), sort_keys=False, allow_unicode=True, width=100)
-    path = Path(f"{name_of(dataset)}-{method}.yaml")
-    text = f"{HEADER.format(command=command)}\n{body}"
-    if path.exists() and (before := path.read_text(encoding="utf-8")) != text:
-        if Path("runs", path.stem, "metrics.jsonl").exists() or not before.startswith(
-            HEADER.format(command=command)
-        ):
-            raise RecipeError(
-                f"{path} exists already, with other keys or values",
-                str(path),
-                f"run it (memtrain {command} {path}), or rename or remove it",
-            )
+    header = HEADER.format(command=command)
+    path, is_there = _free_file(f"{name_of(dataset)}-{method}", header, f"{header}\n{body}")
+    if is_there:
+        return path
+    if path.exists():
         path.replace(kept := f"{path}.bak")
         print_text(f"{path} was written before, and no run used it: it is kept as {kept}.")
-    path.write_text(text, encoding="utf-8")
+    path.write_text(f"{header}\n{body}", encoding="utf-8")
     return path
+
+
+def _free_file(stem: str, header: str, text: str) -> tuple[Path, bool]:
+    """The first of `stem.yaml`, `stem-2.yaml`, ... that holds the text, is free, or was used by no run; and
+    whether it holds the text."""
+    for number in count(1):
+        path = Path(f"{stem}.yaml" if number == 1 else f"{stem}-{number}.yaml")
+        if not path.exists():
+            return path, False
+        before = path.read_text(encoding="utf-8", errors="replace")
+        if before == text:
+            return path, True
+        if before.startswith(header) and not Path("runs", path.stem, "metrics.jsonl").exists():
+            return path, False
+    raise AssertionError("count(1) has no end")
 
 
 def is_dataset(name: str) -> bool:

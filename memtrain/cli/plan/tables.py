@@ -326,7 +326,8 @@ def _were(count: int) -> str:
 
 def _tokens(tokens: int, loss_tokens: int, report: LengthReport) -> str:
     """Prompts have no loss tokens, and none to lose."""
-    return f"{tokens:,} tokens" + (f", {loss_tokens:,} loss tokens" if report.num_loss_tokens else "")
+    loss = f", {count_of(loss_tokens, 'loss token')}" if report.num_loss_tokens else ""
+    return count_of(tokens, "token") + loss
 
 
 def rows_words(report: LengthReport) -> str:

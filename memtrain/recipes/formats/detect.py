@@ -143,7 +143,7 @@ def detect(
     if len(usable) == 1:
         return usable[0], names
     if not usable:
-        raise DataError(*no_format(present, names, fitting, allowed, where))
+        raise DataError(*no_format(row, names, fitting, allowed, where))
     found = " and ".join(form.name for form in usable)
     raise DataError(
         f"the columns {', '.join(present)} fit several formats: {found}",
@@ -166,9 +166,10 @@ def matches(present: Sequence[str], names: Names) -> list[Form]:
 
 
 def no_format(
-    present: Sequence[str], names: Names, fitting: Sequence[Form], allowed: Sequence[Format], where: str
+    row: Row, names: Names, fitting: Sequence[Form], allowed: Sequence[Format], where: str
 ) -> tuple[str, str, str]:
-    """(what, where, fix) for columns that fit no format the method can use."""
+    """(what, where, fix) for a first row whose columns fit no format the method can use."""
+    present = [str(column) for column, value in row.items() if value is not None]
     shown = ", ".join(present) or "nothing"
     needed = [need for name in allowed for need in FORMS[name].needs]
     if fitting:
@@ -187,15 +188,21 @@ def no_format(
     return (
         f"no format fits the columns {shown} ({rule})",
         where,
-        hint or _mapping_example(present, needed),
+        hint or _mapping_example(row, needed),
     )
 
 
-def _mapping_example(present: Sequence[str], needed: Sequence[str]) -> str:
-    """The `data.columns` line for columns of unknown names: theirs where there are two."""
-    if len(present) < 2 or len(needed) < 2:
+def _mapping_example(row: Row, needed: Sequence[str]) -> str:
+    """The `data.columns` line for columns of unknown names: theirs where as many hold text as are needed."""
+    texts = [str(column) for column, value in row.items() if isinstance(value, str)]
+    objects = [str(column) for column, value in row.items() if isinstance(value, Mapping)]
+    if objects and not texts:
+        return f"write the fields of column '{objects[0]}' as columns of their own: a column is mapped whole"
+    if len(texts) == 1 and "text" in needed:
+        return f"map your column: data.columns: {{text: {texts[0]}}}"
+    if not texts or len(needed) < 2:
         return "map your columns with data.columns"
-    taken = present if len(present) == 2 else ["YOUR_COLUMN"] * 2
+    taken = texts if len(texts) == 2 else ["YOUR_COLUMN"] * 2
     line = ", ".join(f"{field}: {column}" for field, column in zip(needed, taken, strict=False))
     return f"map your columns, such as data.columns: {{{line}}}"
 

@@ -65,10 +65,7 @@ MEDIA_PARTS = {
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
 """Types of the parts of a content that are media, and their kind."""
-NO_MEDIA = (
-    "memtrain trains on text; vision-language models are planned. Remove it to train on the text alone, or "
-    "set data.on_bad_row: skip"
-)
+NO_MEDIA = "memtrain trains on text; vision-language models are planned. Remove it to train on the text alone"
 
 MOST_MARGIN = 10_000
 """Largest margin between the rewards of two answers. Taste: published ones are below 10; a larger loss
@@ -94,8 +91,13 @@ class BadRow(ValueError):
         super().__init__(what)
 
     def fault(self, where: str) -> Fault:
-        """The same, at its place in the user's file."""
-        return Fault(self.what, where, self.fix)
+        """The same, at its place in the user's file; rows like it can be left out, too."""
+        return Fault(self.what, where, or_skipped(self.fix))
+
+
+def or_skipped(fix: str) -> str:
+    """The mend of a bad row, or the key that leaves such rows out."""
+    return f"{fix or 'correct the row'}, or set data.on_bad_row: skip to leave out such rows"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def parse(row: Row, names: Names) -> Ids:
     """
     ids = whole_numbers(value_at(row, names.ids), names.ids)
     if not ids:
-        raise BadRow(f"column '{names.ids}' is empty", "remove the row, or set data.on_bad_row: skip")
+        raise BadRow(f"column '{names.ids}' is empty", "remove the row")
     for token in (min(ids), max(ids)):
         if not 0 <= token <= MOST_ID:
             raise BadRow(

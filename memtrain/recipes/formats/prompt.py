@@ -51,7 +51,7 @@ def parse(row: Row, names: Names) -> Prompt:
     """
     prompt = text_or_messages_at(row, names.prompt)
     if not prompt:
-        raise BadRow(f"column '{names.prompt}' is empty", "remove the row, or set data.on_bad_row: skip")
+        raise BadRow(f"column '{names.prompt}' is empty", "remove the row")
     given = template_kwargs_at(row)
     taken = (names.prompt, names.tools, TEMPLATE_KWARGS)
     columns: dict[str, Any] = {}

@@ -18,5 +18,5 @@ def parse(row: Row, names: Names) -> PromptCompletion:
     """
     question = text_at(row, names.question)
     if not question:
-        raise BadRow(f"column '{names.question}' is empty", "remove the row, or set data.on_bad_row: skip")
+        raise BadRow(f"column '{names.question}' is empty", "remove the row")
     return answered(row, question, names.answer, system=names.system)

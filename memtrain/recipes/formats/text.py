@@ -25,5 +25,5 @@ def parse(row: Row, names: Names) -> Text:
     """
     text = text_at(row, names.text)
     if not text:
-        raise BadRow(f"column '{names.text}' is empty", "remove the row, or set data.on_bad_row: skip")
+        raise BadRow(f"column '{names.text}' is empty", "remove the row")
     return Text(text)

@@ -197,8 +197,9 @@ def _text(path: Path, asked_at: Place | None) -> str:
         raise RecipeError(
             f"{path} is a data file, not a recipe",
             where or "the command line",
-            f"plan each length of it (memtrain inspect-lengths {path} --model MODEL), show its rows "
-            f"(memtrain show-data {path}), or train on it (memtrain sft {path} --model MODEL; dpo for pairs)",
+            f"plan a run on it (memtrain plan {path} --model MODEL), measure its rows (memtrain "
+            f"inspect-lengths {path}), show them (memtrain show-data {path}), or train on it (memtrain sft "
+            f"{path} --model MODEL; dpo for pairs)",
         )
     try:
         with path.open("rb") as file:
@@ -237,7 +238,8 @@ def _file_tree(text: str, path: Path, name: str, faults: Faults, above: tuple[Pa
     if not isinstance(root, Mapping):
         kind = "a list" if isinstance(root, Items) else "a single value"
         keys = "write keys: `method: sft`, `model:`, `data:`"
-        rows = f"train on rows without a recipe (memtrain sft {path} --model MODEL), or {keys}"
+        alone = f"plan or train without a recipe (memtrain sft {path} --model MODEL, or memtrain plan)"
+        rows = f"{alone}, or {keys}"
         faults.add(f"the file holds {kind}", root.place, rows if path.suffix == ".json" else keys)
         return None
     root = cast(Mapping, renewed(root, faults))

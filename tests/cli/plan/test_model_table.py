@@ -8,7 +8,6 @@ import pytest
 from memtrain.__main__ import main
 from memtrain.cli.plan.model_table import WAYS, is_model, rows_of, table_of
 from memtrain.cli.plan.recipe_of_dataset import write_recipe
-from memtrain.errors import RecipeError
 from memtrain.recipes.reading.load import load_recipe
 
 
@@ -77,8 +76,8 @@ def test_a_dataset_and_a_model_write_the_recipe_that_runs(folder: Path, capsys: 
     assert main(words) == 0
     capsys.readouterr()
     (folder / "runs" / "rows-sft" / "metrics.jsonl").touch()  # as a run leaves it
-    assert main([*words, "train.seed=3"]) == 2
-    assert "rows-sft.yaml exists already, with other keys or values" in capsys.readouterr().err
+    assert main([*words, "train.seed=3"]) == 0
+    assert "Wrote rows-sft-2.yaml: the recipe of this run." in capsys.readouterr().out
 
 
 def test_a_dataset_alone_asks_for_its_model(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -88,10 +87,11 @@ def test_a_dataset_alone_asks_for_its_model(folder: Path, capsys: pytest.Capture
     assert "a dataset alone does not say the method" in capsys.readouterr().err
 
 
-def test_a_recipe_in_the_way_is_run_by_the_command_of_its_method(folder: Path):
-    (folder / "rows-online_dpo.yaml").write_text("method: sft\n")
-    with pytest.raises(RecipeError, match="memtrain online-dpo rows-online_dpo.yaml"):
-        write_recipe("online_dpo", "rows.jsonl", "builtin:tiny", ["rewards.functions=[exact_answer]"])
+def test_a_file_of_ones_own_is_left_as_it_is(folder: Path):
+    (folder / "rows-online_dpo.yaml").write_bytes(b"method: sft\n\xff")
+    words = ["rewards.functions=[exact_answer]"]
+    assert write_recipe("online_dpo", "rows.jsonl", "builtin:tiny", words).name == "rows-online_dpo-2.yaml"
+    assert (folder / "rows-online_dpo.yaml").read_bytes() == b"method: sft\n\xff"
 
 
 def test_the_recipe_of_a_refused_command_is_not_in_the_way(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -103,8 +103,10 @@ def test_the_recipe_of_a_refused_command_is_not_in_the_way(folder: Path, capsys:
     (folder / "runs" / "rows-sft").mkdir(parents=True)  # as a dry run leaves it
     write_recipe("sft", "rows.jsonl", "builtin:tiny", ["optim.lr=2"])
     (folder / "runs" / "rows-sft" / "metrics.jsonl").touch()
-    with pytest.raises(RecipeError, match="exists already"):
-        write_recipe("sft", "rows.jsonl", "builtin:tiny", ["optim.lr=1"])
+    other = write_recipe("sft", "rows.jsonl", "builtin:tiny", ["optim.lr=1"])
+    assert other.name == "rows-sft-2.yaml"
+    assert write_recipe("sft", "rows.jsonl", "builtin:tiny", ["optim.lr=1"]) == other
+    assert write_recipe("sft", "rows.jsonl", "builtin:tiny", ["optim.lr=2"]).name == "rows-sft.yaml"
 
 
 def test_the_folder_of_a_run_stands_for_its_model(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -123,3 +125,43 @@ def test_a_json_list_of_rows_is_no_recipe(folder: Path, capsys: pytest.CaptureFi
     (folder / "mine.json").write_text('[{"prompt": "2 + 2", "completion": "4"}]')
     assert main(["check", "mine.json"]) == 2
     assert "memtrain sft mine.json --model MODEL" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_dataset_and_a_model_are_planned_as_the_run_that_they_mean(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["plan", "rows.jsonl", "--model", "tiny", "--gpu", "t4", "--without-data"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "The plan of `memtrain sft rows.jsonl --model tiny`: full fine-tuning" in shown
+    assert "rows.jsonl on T4" in shown
+    pair = {"prompt": "p", "chosen": "yes", "rejected": "no"}
+    (folder / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    assert main(["plan", "pairs.jsonl", "--model", "builtin:tiny", "model.adapter={r: 4}", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["recipe"] == "pairs.jsonl"
+    assert shown["data_was_read"]
+    assert list(folder.glob("*.yaml")) == []  # Nothing is written by a plan.
+    (folder / "my.yaml").write_text("method: sft\nmodel: {path: nowhere}\ndata: {train: rows.jsonl}\n")
+    assert main(["plan", "my.yaml", "--model", "builtin:tiny"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rows.jsonl", "--model", "./nowhere"], "at: the command line"),
+        (["nosuch.jsonl", "--model", "tiny"], "at: the command line"),
+        (["tiny", "--model", "tiny"], "tiny is a model, and --model names another"),
+        (["rows.jsonl"], "memtrain plan rows.jsonl --model MODEL"),
+        (["prompts.jsonl", "--model", "tiny"], "then memtrain plan my.yaml data.train=prompts.jsonl"),
+        (["odd.jsonl", "--model", "tiny"], "'data.columns={prompt: frage, completion: antwort}'"),
+        (["nested.jsonl", "--model", "tiny"], "write the fields of column 'qa' as columns of their own"),
+    ],
+)
+def test_a_plan_of_a_dataset_is_refused_with_the_words_that_work(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+):
+    (folder / "prompts.jsonl").write_text('{"prompt": "p"}\n')
+    (folder / "odd.jsonl").write_text('{"frage": "wie?", "antwort": "so.", "nr": 1, "note": null}\n')
+    (folder / "nested.jsonl").write_text('{"qa": {"question": "a", "answer": "b"}, "id": 1}\n')
+    assert main(["plan", *words]) != 0
+    assert said in " ".join(capsys.readouterr().err.split())

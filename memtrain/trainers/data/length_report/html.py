@@ -60,10 +60,7 @@ def tiles(found: Inspection) -> list[tuple[str, str, str]]:
     made.append(("longest row", f"{row.largest:,}", longest))
     made.append(("duplicates", f"{found.duplicates:,}", share(found.duplicates, found.rows)))
     bad = found.faulty
-    which = (
-        f"{bad.empty:,} empty, {bad.without_loss_tokens:,} without a loss token"
-        if bad.rows
-        else "no bad rows"
-    )
-    made.append(("bad rows", f"{bad.rows:,}", which))
+    named = ((bad.empty, "empty"), (bad.without_loss_tokens, "without a loss token"))
+    which = ", ".join(f"{count:,} {word}" for count, word in named if count)
+    made.append(("bad rows", f"{bad.rows:,}", which or (bad.kinds[0].where if bad.rows else "no bad rows")))
     return made

@@ -16,6 +16,8 @@ from memtrain.trainers.data.length_report.result import (
 
 ALLOWED_LOSS = 0.001
 """Share of the loss tokens (of prompts: of the rows) that may be lost. Taste: below the noise of a run."""
+FEW_PROMPTS_CUT = 0.01
+"""Share of rows that may be cut where that costs their prompts no loss token (keep_end). Taste."""
 WORTH_PACKING = 0.1
 """Share of padding from which packing is recommended. Taste."""
 SHORT_ANSWER = 64
@@ -41,7 +43,7 @@ def recommend(
     """
     if writes_answers:
         return _of_prompts(candidates, rows, answers)
-    enough = [one for one in candidates if one.losses[0].loss_tokens_lost <= ALLOWED_LOSS * loss_tokens]
+    enough = [one for one in candidates if _is_enough(one, rows, loss_tokens)]
     wanted = enough[0] if enough else candidates[-1]
     fitting = [one for one in candidates if one.cost is None or one.cost.fits]
     if not fitting:
@@ -53,9 +55,10 @@ def recommend(
     if chosen is not wanted:
         parts.append(f"the longest that fits the budget ({wanted.max_length:,} does not)")
     below = [one for one in candidates if one.max_length < chosen.max_length]
-    if below and below[-1].losses[0].loss_tokens_lost and chosen is wanted:
-        lost = share(below[-1].losses[0].loss_tokens_lost, loss_tokens)
-        parts.append(f"where {below[-1].max_length:,} would lose {lost}")
+    if below and chosen is wanted and (lost := below[-1].losses[0]).loss_tokens_lost:
+        parts.append(f"where {below[-1].max_length:,} would lose {share(lost.loss_tokens_lost, loss_tokens)}")
+    elif below and chosen is wanted and lost.rows_cut:
+        parts.append(f"where {below[-1].max_length:,} would cut {share(lost.rows_cut, rows)} of the rows")
     sentence = ", ".join(parts)
     if packing is not None and length.packing == "none":
         sentence += (
@@ -72,6 +75,13 @@ def recommend(
     lines += [f"  packing: {packing.packing}"] if packing is not None else []
     lines += [f"  truncation: {length.truncation}"] if length.truncation is not None else []
     return Recommendation(reason=sentence + ".", recipe="\n".join(lines) + "\n")
+
+
+def _is_enough(one: Candidate, rows: int, loss_tokens: int) -> bool:
+    """Whether next to no loss token is lost, and next to no prompt is cut where answers are kept."""
+    losses = one.losses[0]
+    cuts_prompts = losses.truncation == "keep_end" and losses.rows_cut > FEW_PROMPTS_CUT * rows
+    return losses.loss_tokens_lost <= ALLOWED_LOSS * loss_tokens and not cuts_prompts
 
 
 def _keeps(chosen: Candidate, rows: int, loss_tokens: int, packing: Packing | None) -> str:

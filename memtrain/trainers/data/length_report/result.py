@@ -103,6 +103,18 @@ class Faulty(Section):
     kinds: tuple[BadRows, ...]
     """The most frequent first."""
 
+    @property
+    def words(self) -> str:
+        """`3 bad rows, 1 of them empty. Most often: ... (2 times, first at rows.jsonl:4).`"""
+        number = f"{self.rows:,} bad row{'' if self.rows == 1 else 's'}"
+        first = self.kinds[0]
+        if first.rows == self.rows:
+            return f"{number}: {first.what} ({'' if self.rows == 1 else 'the first: '}{first.where})."
+        named = ((self.empty, "empty"), (self.without_loss_tokens, "without a loss token"))
+        parts = "".join(f", {count:,} {word}" for count, word in named if count)
+        times = "once" if first.rows == 1 else f"{first.rows:,} times"
+        return f"{number}{parts}. Most often: {first.what} ({times}, first at {first.where})."
+
 
 class Loss(Section):
     """The losses of a way of truncation, in the fields of a training run's report."""

@@ -21,6 +21,7 @@ from memtrain import __version__
 from memtrain.errors import DataError
 from memtrain.memory.plan.plan import PreparedData, PreparedSplit, SourceShare, TurnEnd
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS
+from memtrain.recipes.formats.fields import BadRow
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.data import Data, Format, Source
 from memtrain.trainers.data.sources.readers import Line
@@ -300,6 +301,5 @@ def bad_rows(batch: Tokenized, streams: Sequence[Stream], on_bad_row: str) -> li
     """
     if batch.bad and on_bad_row == "error":
         stream, line, what, fix = batch.bad[0]
-        fix = fix or "fix the row, or set data.on_bad_row: skip to drop such rows"
-        raise DataError(what, f"{streams[stream].name}:{line}", fix)
+        raise DataError([BadRow(what, fix).fault(f"{streams[stream].name}:{line}")])
     return [f"{streams[stream].name}:{line}: {what}" for stream, line, what, _ in batch.bad]

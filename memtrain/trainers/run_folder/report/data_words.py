@@ -39,7 +39,7 @@ def lost_words(data: DataEvent) -> str:
 
 def _tokens(tokens: int, loss_tokens: int, data: DataEvent) -> str:
     """Prompts have no loss tokens, and none to lose."""
-    return f"{tokens:,} tokens" + (f", {loss_tokens:,} loss tokens" if data.loss_tokens else "")
+    return _rows(tokens, "token") + (f", {_rows(loss_tokens, 'loss token')}" if data.loss_tokens else "")
 
 
 def _rows(count: int, name: str = "row") -> str:

@@ -18,7 +18,33 @@ from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.data.tokenize import workers
 
 GOOD = b'{"prompt": "a", "completion": "b"}\n'
-JSONL_FIX = "fix the row, or set data.on_bad_row: skip to drop such rows"
+JSONL_FIX = "correct the row"
+OR_SKIPPED = ", or set data.on_bad_row: skip to leave out such rows"
+"""End of the cure of every bad row, which the table leaves out."""
+OF_ROWS = (
+    "bytes that are no UTF-8",
+    "invalid JSON",
+    "a row that is no object",
+    "columns that change",
+    "a number for a prompt",
+    "half a character",
+    "too many cells",
+    "a key that is there twice",
+    "a doubled key inside a JSON file",
+    "JSON nested without end",
+    "JSON nested as deep as Python reads",
+    "a number of 5,000 digits",
+    "an unknown role",
+    "an image with a text beside it",
+    "a part of an unknown type",
+    "a column of images",
+    "a sound as datasets store it",
+    "two system messages",
+    "a message that says two things",
+    "an id beyond 64 bits",
+    "an id that the tokenizer has not",
+)
+"""Faults of one row."""
 READABLE = ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt (packed too: .gz, .bz2, .xz, .zst)"
 WHOLE_GZIP = gzip.compress(GOOD * 500)
 
@@ -297,6 +323,7 @@ def test_a_wrong_file_is_one_clear_error(tmp_path, name):
     file, content, what, where, fix = WRONG[name]
     path = tmp_path / file
     path.write_bytes(content)
+    fix += OR_SKIPPED if name in OF_ROWS or fix == JSONL_FIX else ""
     with pytest.raises(DataError) as error:
         prepare(recipe_of(path, tmp_path / "cache"))
     reported = f"error: {what}\n   at: {where}\n  try: {fix}".replace("{file}", str(path))
