@@ -13,7 +13,7 @@ from memtrain.cli.arguments import HostMemory, OverridesArgument, complete_recip
 from memtrain.errors import RecipeError
 
 if TYPE_CHECKING:
-    from memtrain.cli.plan.answer import Answer
+    from memtrain.cli.plan.answer import Answer, Question
     from memtrain.recipes.reading.load import LoadedRecipe
     from memtrain.trainers.tools.trace.client import Traced
 
@@ -111,20 +111,11 @@ def plan(
         _print_model(recipe, overrides or [], as_json=as_json)
         return
     from memtrain.cli.launch.summary import reading_progress
-    from memtrain.cli.output.terminal import print_text
-    from memtrain.cli.plan.answer import answer, ask, facts_of_question, trace_answer
+    from memtrain.cli.plan.answer import answer, facts_of_question, trace_answer
     from memtrain.cli.plan.answer import as_json as json_of
-    from memtrain.cli.plan.recipe_lines import at_their_lines
-    from memtrain.memory.plan.units import read_size
 
-    words = list(overrides or [])
-    num_bytes = None if budget is None else read_size(budget, "--budget")
-    if num_bytes is not None:
-        words.append(f"memory.budget={budget}")
-    host_bytes = None if host_memory is None else read_size(host_memory, "--host-memory")
-    loaded, sentence = _loaded(recipe, words, model)
-    with at_their_lines(loaded):
-        question = ask(loaded, gpu, num_gpus, num_bytes, host_bytes)
+    loaded, sentence = _loaded(recipe, [*(overrides or ()), *_budget_word(budget)], model)
+    question = _question(loaded, gpu, num_gpus, budget, host_memory)
     with reading_progress() as progress:
         facts, note = facts_of_question(question, reads_data=not without_data, progress=progress)
     if solve is not None:
@@ -144,9 +135,31 @@ def plan(
         typer.echo(json.dumps(json_of(made, traced, why_not), indent=1))
     if as_json or html is not None:
         return
-    if sentence:
-        print_text(sentence)
-    _print_plan(made, traced, why_not, explain=explain, trace=trace)
+    _print_plan(made, traced, why_not, sentence, explain=explain, trace=trace)
+
+
+def _budget_word(budget: str | None) -> list[str]:
+    """`--budget` as a word of the recipe, where it can be read."""
+    from memtrain.memory.plan.units import read_size
+
+    if budget is None:
+        return []
+    read_size(budget, "--budget")  # A fault of it is one of the option, not of the key.
+    return [f"memory.budget={budget}"]
+
+
+def _question(
+    loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, budget: str | None, host_memory: str | None
+) -> Question:
+    """The recipe, its model and the devices; faults stand at their lines."""
+    from memtrain.cli.plan.answer import ask
+    from memtrain.cli.plan.recipe_lines import at_their_lines
+    from memtrain.memory.plan.units import read_size
+
+    num_bytes = None if budget is None else read_size(budget, "--budget")
+    host_bytes = None if host_memory is None else read_size(host_memory, "--host-memory")
+    with at_their_lines(loaded):
+        return ask(loaded, gpu, num_gpus, num_bytes, host_bytes)
 
 
 def _loaded(recipe: str, words: list[str], model: str | None) -> tuple[LoadedRecipe, str]:
@@ -163,9 +176,14 @@ def _loaded(recipe: str, words: list[str], model: str | None) -> tuple[LoadedRec
     return loaded, sentence
 
 
-def _print_plan(made: Answer, traced: Traced | None, why_not: str, *, explain: bool, trace: bool) -> None:
+def _print_plan(
+    made: Answer, traced: Traced | None, why_not: str, sentence: str, *, explain: bool, trace: bool
+) -> None:
+    from memtrain.cli.output.terminal import print_text
     from memtrain.cli.plan.tables import print_answer, print_traced
 
+    if sentence:
+        print_text(sentence)
     print_answer(made, explain=explain)
     if trace:
         print_traced(made, traced, why_not, explain=explain)
