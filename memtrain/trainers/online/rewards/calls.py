@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+OURS = Path(__file__).parents[3]
+"""The package, whose lines are no place of a user's fault."""
 
 
 class TookTooLong(Exception):
@@ -119,3 +124,13 @@ def _in_thread(call: Call) -> asyncio.Future[Any]:
 
     threading.Thread(target=work, daemon=True).start()
     return future
+
+
+def line_of(error: Exception) -> str:
+    """`file:line` of the last line of the user's own code that an error went through; empty where none is."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not Path(frame.filename).is_relative_to(OURS)
+    ]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from memtrain.errors import DataError, Fault, RecipeError
 from memtrain.recipes.sections.rewards import Environment, Rewards
-from memtrain.trainers.online.rewards.calls import TookTooLong, call_all
+from memtrain.trainers.online.rewards.calls import TookTooLong, call_all, line_of
 from memtrain.trainers.online.rewards.functions import named_in_module
 
 PLACE = "rewards.environment"
@@ -129,11 +129,12 @@ def is_words(value: object) -> bool:
 def failure(made: EnvironmentClass, error: Exception) -> DataError:
     """Words for an environment that failed."""
     reason = str(error) if isinstance(error, TookTooLong) else f"raised {type(error).__name__}: {error}"
+    line = line_of(error)
     return DataError(
         [
             Fault(
                 f"{made.recipe.path}.step {reason}",
-                PLACE,
+                f"{line} ({PLACE})" if line else PLACE,
                 "fix it, or set rewards.on_error: zero or skip: the conversation then ends there",
             )
         ]

@@ -5,12 +5,10 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,15 +17,13 @@ from torch import Tensor
 from memtrain.errors import DataError
 from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.online.rewards.answer import Answer
-from memtrain.trainers.online.rewards.calls import Exited, Outcome, TookTooLong, call_all
+from memtrain.trainers.online.rewards.calls import Exited, Outcome, TookTooLong, call_all, line_of
 from memtrain.trainers.online.rewards.early import Early, given_of
 from memtrain.trainers.online.rewards.functions import Function, arguments
 from memtrain.trainers.online.rewards.pairwise import won_shares
 
 __all__ = ["Answer", "Scores", "score"]
 
-OURS = Path(__file__).parents[3]
-"""The package, whose own lines are not where a reward fails."""
 MOST_REWARD = 1e12
 """Larger ones are taken as not finite: sums of their squares leave float32. Taste: none is meant so."""
 
@@ -195,11 +191,8 @@ def _error_text(error: Exception) -> str:
 
 def _place(function: Function, error: Exception | None = None) -> str:
     """`file:line` of the last line of the error, or of the function."""
-    if error is not None and error.__traceback__ is not None:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not Path(frame.filename).is_relative_to(OURS)]
-        if own:
-            return f"{own[-1].filename}:{own[-1].lineno}"
+    if error is not None and (line := line_of(error)):
+        return line
     code = getattr(function.call, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else str(function.recipe.function)
 

@@ -82,9 +82,9 @@ class Tools:
         except ValueError as error:
             self.num_failed += 1
             return [f"error: this is no tool call: {error}"]
-        return [self.answer(one) for one in calls] or None
+        return [self.result_of(one) for one in calls] or None
 
-    def answer(self, call: ToolCall) -> str:
+    def result_of(self, call: ToolCall) -> str:
         """The result of a call as text, or the reason why there is none."""
         self.num_calls += 1
         known = {one.__name__: one for one in self.functions}

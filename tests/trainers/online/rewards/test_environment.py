@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from memtrain.errors import RecipeError
+from memtrain.errors import DataError, RecipeError
 from memtrain.recipes.sections.rewards import Environment, RewardFunction, Rewards
 from memtrain.trainers.online.rewards.answer import Answer
 from memtrain.trainers.online.rewards.environment import check_environment, load_environment, replies
@@ -37,3 +37,13 @@ def test_a_class_that_needs_what_rows_do_not_have_is_reported(tmp_path: Path):
     made = load_environment(Environment(path=f"{tmp_path}/own.py:Own"))
     with pytest.raises(RecipeError, match="reset needs secret, which the rows do not have"):
         check_environment(made, ["answer"])
+
+
+def test_an_environment_that_fails_is_told_with_the_line_of_its_own_file(tmp_path: Path):
+    path = tmp_path / "own.py"
+    path.write_text("class Own:\n    def step(self, text):\n        return text[10]\n")
+    made = load_environment(Environment(path=f"{path}:Own"))
+    rewards = Rewards(functions=(RewardFunction(function=f"{EXAMPLE}:right"),))
+    with pytest.raises(DataError, match="Own.step raised IndexError") as error:
+        replies(made, [(made.begin({"prompt": "x", "seed": 1}), "short")], rewards)
+    assert error.value.faults[0].where == f"{path}:3 (rewards.environment)"

@@ -65,3 +65,10 @@ def test_functions_answer_calls_and_every_failure_is_returned_to_the_model():
     assert (made.num_calls, made.num_failed) == (3, 3)
     (definition,) = Adding.definitions()
     assert definition["function"]["parameters"]["required"] == ["a", "b"]
+
+
+def test_the_usual_names_of_an_environment_are_free_for_its_own_values():
+    """`self.answer = answer` in `reset`, as the manual's example has it, once hid a method of Tools."""
+    made = Adding()
+    made.answer = made.result = made.prompt = made.seed = made.call = 3  # type: ignore[attr-defined]
+    assert made.step('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>') == ["3"]
