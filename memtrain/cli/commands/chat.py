@@ -29,7 +29,10 @@ def chat(
         ),
     ] = None,
 ) -> None:
-    """Talk with the model of a finished run; /reset forgets the turns, /quit or Ctrl-D ends."""
+    """Talk with the model of a finished run.
+
+    Ctrl-C stops an answer, /reset forgets the turns, /quit or Ctrl-D ends.
+    """
     from memtrain.errors import printable
     from memtrain.trainers.tools.trained_model import text_model
 
@@ -49,12 +52,18 @@ def chat(
         if text == "/reset":
             talk.reset()
             continue
-        talk.answer(
-            text,
-            lambda piece: typer.echo(printable(piece), nl=False),
-            max_tokens=max_tokens,
-            temperature=temperature,
-        )
+        try:
+            talk.answer(
+                text,
+                lambda piece: typer.echo(printable(piece), nl=False),
+                max_tokens=max_tokens,
+                temperature=temperature,
+            )
+        except KeyboardInterrupt:
+            if prompt is not None or not sys.stdin.isatty():
+                raise
+            typer.echo("\n[stopped]", err=True)
+            continue
         typer.echo()
         if talk.is_cut:
             typer.echo(

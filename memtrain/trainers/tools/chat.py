@@ -26,8 +26,10 @@ class _Written(TextStreamer):
     def __init__(self, tokenizer: PreTrainedTokenizerFast, emit: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.emit = emit
+        self.text = ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
         self.emit(text)
 
 
@@ -54,34 +56,52 @@ class Chat:
         """The model's answer to a turn, given to `emit` as it is written; greedy at temperature 0.
 
         `is_cut` says afterwards whether it stopped at `max_tokens`, before an end of its own.
-        Without a chat template the text is continued as it stands, and nothing is remembered.
+        Without a chat template the text is continued as it stands, and nothing is remembered. Of an answer
+        that Ctrl-C stops, the part that was written is remembered.
+        Raises: LaunchError when the template refuses the turns.
         """
-        prompt = text
-        if self.has_template:
-            self.messages.append({"role": "user", "content": text})
-            prompt = str(
-                self.tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
-            )
+        prompt = self._rendered(text) if self.has_template else text
         encoded = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=not self.has_template)
         ids = encoded["input_ids"].to(self.model.device)  # pyright: ignore[reportAttributeAccessIssue]
         samples: dict[str, Any] = {"do_sample": temperature > 0}
         if temperature > 0:
             samples["temperature"] = temperature
-        made = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_tokens,
-            streamer=_Written(self.tokenizer, emit),
-            pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
-            **samples,
-        )
+        written = _Written(self.tokenizer, emit)
+        try:
+            made = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                streamer=written,
+                pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
+                **samples,
+            )
+        except KeyboardInterrupt:
+            self._remember(text, written.text.strip())
+            raise
         ends = self.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         self.is_cut = made.shape[1] - ids.shape[1] >= max_tokens and int(made[0, -1]) not in ends
         answer = str(self.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)).strip()
-        if self.has_template:
-            self.messages.append({"role": "assistant", "content": answer})
+        self._remember(text, answer)
         return answer
+
+    def _rendered(self, text: str) -> str:
+        """The turns so far, and one more of the user, as the template writes them."""
+        turns = [*self.messages, {"role": "user", "content": text}]
+        try:
+            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # a template raises what it likes
+            raise LaunchError(
+                f"the chat template refuses these turns: {words_of(error)}",
+                self.tokenizer.name_or_path,
+                "chat without --system" if self.system else "begin again with /reset, or give --text",
+            ) from None
+
+    def _remember(self, text: str, answer: str) -> None:
+        """Keep a turn of the user and its answer, where there are turns."""
+        if self.has_template:
+            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
 
 def is_trained_on_text(run: Path) -> bool:
