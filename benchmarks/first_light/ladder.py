@@ -54,6 +54,13 @@ SMALL_CARD: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("8B LoRA, layers streamed", "8B", (LORA, "memory.streamed_layers=on")),
     ("8B QLoRA", "8B", (LORA, "model.quantize=4bit")),
 )
+OWN_OPERATORS = ("model.liger=off", "model.kernels=transformers")
+KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("0.6B LoRA 16k, torch's operators", (LORA, "model.liger=off")),
+    ("0.6B LoRA 16k, compiled", (LORA, *OWN_OPERATORS, "memory.measure_peaks=false", "model.compile=on")),
+    ("0.6B full 16k, compiled", (*OWN_OPERATORS, "memory.measure_peaks=false", "model.compile=on")),
+)
+"""Forms of the layers that are not taken by themselves where Liger is installed: what they would give."""
 LONGEST: tuple[tuple[str, str, int, tuple[str, ...]], ...] = (
     ("0.6B full, 24 GiB", "0.6B", 24, ()),
     ("8B QLoRA, 16 GiB", "8B", 16, (LORA, "model.quantize=4bit")),
@@ -87,6 +94,10 @@ def stages(points: Sequence[Point] = GRID) -> list[Stage]:
         *(
             Stage(f"shared prompts/k = {k}", "prompts:group_of", 200, {"num_generations": k})
             for k in (2, 4, 8)
+        ),
+        *(
+            Stage(f"kernels/{name}", "speed:measure_speed", 240, _given("0.6B", 16_384, words))
+            for name, words in KERNELS
         ),
         *(Stage(f"grid/{point.name}", "grid_points:measure_point", 150, point.as_json()) for point in points),
         *(_longest(*one) for one in LONGEST),

@@ -71,7 +71,7 @@ def test_stages_have_names_of_their_own_and_what_tells_most_comes_first():
     assert len({one.name for one in wanted}) == len(wanted)
     groups = list(dict.fromkeys(one.group for one in wanted))
     order = ["machine", "back ends", "doctor", "tests marked gpu", "bit for bit", "speed", "profile"]
-    order += ["decoding", "24 GiB", "TRL", "shared prompts", "grid", "longest row"]
+    order += ["decoding", "24 GiB", "TRL", "shared prompts", "kernels", "grid", "longest row"]
     assert groups == order
 
 
@@ -265,7 +265,8 @@ def test_the_ladder_runs_from_a_bare_tree_with_tiny_models_on_a_cpu(tmp_path: Pa
 LITTLE = (
     *("machine/", "back ends/masked", "back ends/flex", "doctor", "tests marked", "bit for bit/none"),
     *("bit for bit/optimizer_offload", "speed/0.6B full 8k", "profile/0.6B LoRA", "32 rows"),
-    *("24 GiB/0.6B", "TRL/0.6B full", "k = 2", "longest row/0.6B", f"grid/{GRID[0].name}"),
+    *("24 GiB/0.6B", "TRL/0.6B full", "k = 2", "torch's operators", "longest row/0.6B"),
+    f"grid/{GRID[0].name}",
     *(f"grid/{one.name}" for one in GRID[:8] if one.method == "kto"),
 )
 
