@@ -74,11 +74,14 @@ def longest_rows(steps: OnlineSteps, count: int) -> list[int]:
 
 
 def weighed(steps: OnlineSteps) -> Rollout:
-    """A rollout of made-up completions, with advantages and the passes that come before the update."""
+    """A rollout of made-up completions, with advantages and the passes that come before the update.
+
+    Of no more prompts than a rollout has: passes over more would take memory that no run takes.
+    """
     settings, generate = steps.plan.settings, steps.plan.recipe.generation
     count, length = generate.num_generations, generate.max_tokens
     num_groups = steps.ranks.world * max(1, -(-settings.pass_factor * settings.micro_batch_size // count))
-    rows = longest_rows(steps, num_groups)
+    rows = longest_rows(steps, min(num_groups, steps.prompts_per_rollout))
     prompts = [steps.prompts.ids(row) for row in rows]
     samples = [[Sample((prompt[-1],) * length, (0.0,) * length, "stop")] * count for prompt in prompts]
     window = new_window(0, rows, [0] * len(rows), prompts, samples, len(steps.judging.functions))

@@ -111,6 +111,13 @@ class OnlineSteps:
         assert isinstance(method, OnlineMethod), "The registry calls it online."
         return method
 
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts that all ranks together ask in a rollout."""
+        each = self.plan.settings.batch_size or 1
+        count = self.plan.recipe.generation.num_generations
+        return max(1, each // count) * self.method.section.steps_per_rollout
+
     def work(self, step: int, *, rank: int, num_ranks: int) -> StepWork:
         """Work of `rank` in optimizer step number `step`; a rollout is made where the step needs a new one.
 
