@@ -118,7 +118,7 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
         tiles.append(("tokens/s", f"{figures.tokens_per_s:,.0f}", counted))
     if report.host is not None:
         on_gpu = report.plan is not None and report.plan.settings.device == "cuda"
-        why = "the GPU waits for Python" if on_gpu else "Python, not torch's operators"
+        why = "the GPU waited for the host" if on_gpu else "Python, not torch's operators"
         tiles.append(("host time", f"{report.host.waited:.1%}", f"of step {report.host.step:,}: {why}"))
     predicted = f"{gib(figures.predicted_bytes)} predicted" if figures.predicted_bytes is not None else ""
     measured = gib(figures.measured_bytes) if figures.measured_bytes is not None else "not measured"

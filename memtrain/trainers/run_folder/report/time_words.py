@@ -21,7 +21,7 @@ def host_words(host: HostEvent | None, *, is_on_gpu: bool) -> str:
         return ""
     share = f"{host.waited:.1%}".replace("%", " %")
     if is_on_gpu:
-        return f"{share} of step {host.step:,}: the GPU waits for Python"
+        return f"GPU waited for the host: {share} of step {host.step:,}"
     return f"{share} of step {host.step:,} is Python, not torch's operators"
 
 

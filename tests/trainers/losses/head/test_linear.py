@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.trainers.losses.head import linear, linear_nll, products, tiles
 from memtrain.trainers.losses.head.linear import LogprobOptions, LogprobResult
-from memtrain.trainers.losses.head.linear_full import full_logprob, full_nll
+from memtrain.trainers.losses.head.linear_full import full_logits, full_logprob, full_nll
 from memtrain.trainers.losses.head.linear_nll import NllOptions
 from memtrain.trainers.losses.head.tiles import LogitRule
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
@@ -477,6 +477,17 @@ def test_tied_weight_gathers_both_gradients(form):
     full = [(torch.nn.functional.embedding(ids, reference), reference)]
     full_nll(full, targets, weights.double()).loss.backward()
     assert relative(tied.grad, reference.grad) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("rule", "copies"),
+    [({}, 1), ({"temperature": 0.7}, 2), ({"scale": 0.5}, 2), ({"scale": 1.0, "temperature": 1.0}, 1)],
+)
+def test_full_logits_are_copied_for_no_scale_and_no_temperature_of_one(rule: dict[str, float], copies: int):
+    hidden, weight = torch.randn(64, 8), torch.randn(512, 8)
+    with TensorPeak() as counted:
+        full_logits([(hidden, weight)], LogitRule(**rule))
+    assert counted.peak_bytes == pytest.approx(copies * 4 * 64 * 512, rel=0.02)
 
 
 def test_large_logits_keep_their_digits():

@@ -12,7 +12,7 @@ import torch
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Adapter, Model
-from memtrain.trainers.model.loading import quantize
+from memtrain.trainers.model.loading import load, quantize
 from memtrain.trainers.model.loading.load import load_model
 
 SETTINGS = Settings(
@@ -47,6 +47,33 @@ def test_builtin_tiny_has_the_million_weights_it_promises():
     assert sum(p.numel() for p in model.parameters()) == 4 * layer + 128 + 1024 * 128 == 918_912
     assert model.training
     assert model.config.use_cache is False
+
+
+@pytest.mark.parametrize(("drawn_on", "expected"), [(None, "meta"), ("cpu", "cpu")])
+def test_random_weights_are_made_where_they_will_be(
+    drawn_on: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Not on the host first, which takes minutes for a large model; or where they were drawn before."""
+    seen: list[str] = []
+    plain = load.built
+
+    def noting(*given: Any, **more: Any) -> Any:
+        seen.append(torch.get_default_device().type)
+        return plain(*given, **more)
+
+    monkeypatch.setattr(load, "built", noting)
+    # Stands in for a GPU: a device of which the host holds nothing.
+    monkeypatch.setattr(load, "local_device", lambda settings: torch.device("meta"))
+    made = load_model(small(), SETTINGS, seed=7, vocab_size=64, drawn_on=drawn_on)
+    assert seen == [expected]
+    assert {one.device.type for one in made.parameters()} == {"meta"}
+
+
+def test_random_weights_of_a_gpu_are_not_drawn_as_others_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
+    """Chat and merge begin from the weights that the run began from."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LaunchError, match="drawn on a GPU, and there is none here"):
+        load_model(small(), SETTINGS, seed=7, vocab_size=64, drawn_on="cuda")
 
 
 def test_the_seed_alone_makes_random_weights_and_leaves_the_callers_random_state():

@@ -1,18 +1,31 @@
-"""Words about the host: its memory beside the prediction."""
+"""Words about the host: its share of a step, its memory beside the prediction."""
 
 from collections.abc import Callable
 
 import pytest
 
 from memtrain.memory.plan.plan import Owned, Plan
-from memtrain.trainers.protocols.events import HostMemoryEvent
-from memtrain.trainers.run_folder.report.time_words import host_memory_words
+from memtrain.trainers.protocols.events import HostEvent, HostMemoryEvent
+from memtrain.trainers.run_folder.report.time_words import host_memory_words, host_words
 
 GIB = 2**30
 
 
 def on(plan: Plan, device: str) -> Plan:
     return plan.model_copy(update={"settings": plan.settings.model_copy(update={"device": device})})
+
+
+@pytest.mark.parametrize(
+    ("is_on_gpu", "words"),
+    [
+        (True, "GPU waited for the host: 12.3 % of step 1,204"),
+        (False, "12.3 % of step 1,204 is Python, not torch's operators"),
+    ],
+)
+def test_the_hosts_share_of_a_step_is_told(is_on_gpu: bool, words: str):
+    event = HostEvent(step=1204, waited=0.1234, seconds=0.5)
+    assert host_words(event, is_on_gpu=is_on_gpu) == words
+    assert host_words(None, is_on_gpu=is_on_gpu) == ""
 
 
 def test_the_hosts_memory_stands_beside_its_prediction_and_largest_owners(make_plan: Callable[..., Plan]):
