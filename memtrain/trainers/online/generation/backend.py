@@ -89,7 +89,7 @@ class OwnSampler:
     def check(self, generating: Generating, prompts: HasPrompts) -> None:
         """Take the first form of sampling that gives the model's own log-probs; called by all ranks together.
 
-        Raises: LaunchError where none does.
+        Captured passes that do not give them are given up. Raises: LaunchError where no form does.
         """
         config = base_model(self.built.model).config.to_dict()
         # A state runs through padding too: in bfloat16 the difference may be too small to be noticed.
@@ -97,10 +97,14 @@ class OwnSampler:
         longer = _past_a_length(self.plan, config, prompts.ids(int(prompts.tokens.argmax())))
         start = StartCheck(self.built.model, generating.ranks, generating.emit, generating.writing)
         few = min(generating.max_rows, CHECKED_ROWS)
+        groups = check_groups(prompts.ids(int(prompts.tokens.argmax())), longer)
+        if self.graphs is not None:
+            captured = build_sampler(self.plan, self.built, max_rows=few, graphs=self.graphs)
+            fault = start.fault(captured, groups)
+            if fault:
+                self.graphs.give_up(f"captured, the sampler {fault}")
         self.form = start.passing(
-            lambda form: build_sampler(self.plan, self.built, max_rows=few, form=form),
-            first,
-            check_groups(prompts.ids(int(prompts.tokens.argmax())), longer),
+            lambda form: build_sampler(self.plan, self.built, max_rows=few, form=form), first, groups
         )
 
 

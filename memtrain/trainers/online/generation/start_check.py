@@ -62,7 +62,7 @@ class StartCheck:
         forms = FORMS[FORMS.index(first) :] if sampler.name == "transformers" else (first,)
         faults: list[str] = []
         for form in forms:
-            fault = self._fault(make(form), groups)
+            fault = self.fault(make(form), groups)
             if not fault:
                 if faults:
                     self.emit(f"{form.summary}, which is slower: {'; '.join(faults)}")
@@ -76,8 +76,8 @@ class StartCheck:
             f"report that {type(base_model(self.model)).__name__} samples like this",
         )
 
-    def _fault(self, sampler: Sampler, groups: Sequence[Group]) -> str:
-        """Fault of the sampler; empty when there is none."""
+    def fault(self, sampler: Sampler, groups: Sequence[Group]) -> str:
+        """Fault of a sampler; empty when there is none. Called by all ranks together."""
         weight = next(self.model.parameters())
         limit = EXACT if weight.dtype == torch.float32 else HALF
         with self.writing():

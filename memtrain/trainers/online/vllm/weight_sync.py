@@ -200,9 +200,9 @@ class Transport:
     buffer: Tensor | None = None
     """uint8 [bucket_bytes] on the device, shared; None: files."""
     handle: str | None = None
+    """Handle by which the other process opens the buffer."""
     why_files: str = field(default="", kw_only=True)
     """Reason that buckets are files although both processes are on one device."""
-    """Handle by which the other process opens the buffer."""
     count: int = 0
 
     def put(self, bucket: Bucket) -> dict[str, Any]:

@@ -9,20 +9,29 @@ import torch
 from conftest import SETTINGS
 from torch import nn
 
+from memtrain.cli.plan.make_plan import make_plan
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError
 from memtrain.memory.generation.decode_bytes import generation_bytes
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
+from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.sections.generate import Generate
+from memtrain.trainers.build.components import build
+from memtrain.trainers.build.engine import make_accelerator
 from memtrain.trainers.online.generation import native_sampler
+from memtrain.trainers.online.generation.backend import OwnSampler
+from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs, OperatorTape
+from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.kv_cache import KVCache
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
 from memtrain.trainers.online.generation.protocol import Group, Sampling
 from memtrain.trainers.online.generation.start_check import StartCheck, check_groups
 from memtrain.trainers.online.generation.transformers_sampler import FORMS, Form, TransformersSampler
+from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.online.vllm.weight_check import furthest
 from memtrain.trainers.runtime.ranks import Ranks
+from memtrain.trainers.tools.verify.fixed_rollout import Rollouts, online_source
 
 SMALL: dict[str, Any] = {
     "vocab_size": 160,
@@ -150,3 +159,30 @@ def test_the_keys_that_are_kept_are_those_that_are_planned(family: str, monkeypa
     settings = Settings.model_validate(SETTINGS | {"sampler": "native"})
     planned = generation_bytes(settings, shape, asked, prompt=3, rows=2)
     assert kept[0].num_bytes == planned["keys and values"]
+
+
+class StartsNothing(OperatorTape):
+    """A recording that is there, and whose start computes nothing."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        super().record(run)
+        return lambda: None
+
+
+@pytest.mark.parametrize(("recorder", "is_on"), [(OperatorTape, True), (StartsNothing, False)])
+def test_captured_passes_that_write_something_else_are_given_up(
+    recorder: type[OperatorTape], is_on: bool, tmp_path: Any
+):
+    """At the start of the run, which goes on without them, and says so."""
+    plan = make_plan(load_recipe("smoke/grpo", [f"data.cache_dir={tmp_path}"]), run_dir=str(tmp_path)).plan
+    make_accelerator(plan.settings)
+    built = build(plan)
+    steps = online_source(plan, built, Rollouts())
+    assert isinstance(steps, OnlineSteps)
+    reported: list[str] = []
+    own = OwnSampler(plan, built, DecodeGraphs(recorder, reported.append))
+    own.check(Generating(own, 4, Ranks(), reported.append), steps.prompts)
+    assert own.graphs is not None
+    assert own.graphs.is_on == is_on
+    assert len(reported) == (not is_on)
+    assert all("captured, the sampler is off by" in one for one in reported)
