@@ -27,24 +27,30 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 def page(made: Answer, traced: Traced | None) -> str:
     """The whole page, which loads nothing from anywhere."""
     resolved = made.resolved
-    budget, peak = resolved.prediction.budget_bytes or 0, resolved.prediction.peak
-    verdict = (
-        f"Needs {gib(made.chosen.need_bytes)} of {gib(budget)} on each device, {gib(peak.num_bytes)} of "
-        "it live "
-        f"tensors in the {peak.phase}. Predicted: {made.tokens_per_s:,.0f} tokens/s, "
-        f"{seconds(made.step_s)} a step."
-    )
     name = recipe_name(made.question.loaded.path)
-    verdict += f" {host_words(made)}"
     return render(
         TEMPLATE,
         title=f"{resolved.case.recipe.method}: {name} on {made.question.hardware.words()}",
-        sentences=(verdict, *made.notes),
+        how=f"{settings_words(made.chosen.settings)} · predicted, not measured",
+        tiles=_tiles(made),
+        sentences=(host_words(made), *made.notes),
         memory=_memory(made, traced),
         pareto=_pareto(made),
         tables=_tables(made),
         lines=yaml_lines(pins(resolved.case.asked, resolved.settings)),
     )
+
+
+def _tiles(made: Answer) -> list[tuple[str, str, str]]:
+    """Name, value and remark of the numbers at the top."""
+    prediction, plain = made.resolved.prediction, made.resolved.plain.peak
+    budget, peak = prediction.budget_bytes or 0, prediction.peak
+    return [
+        ("needs on each device", gib(made.chosen.need_bytes), f"of {gib(budget)}, margin included"),
+        ("live tensors", gib(peak.num_bytes), f"at most, in the {peak.phase}"),
+        ("without any strategy", gib(plain.num_bytes), f"of live tensors, in the {plain.phase}"),
+        ("tokens/s", f"{made.tokens_per_s:,.0f}", f"{seconds(made.step_s)} a step"),
+    ]
 
 
 def _memory(made: Answer, traced: Traced | None) -> Figure:
@@ -94,7 +100,7 @@ def _tables(made: Answer) -> list[Table]:
             [(one.setting, one.value, one.reason) for one in resolved.decisions],
         ),
         (
-            "Without each of them",
+            "Without each strategy",
             ("strategy", "peak", "time"),
             [
                 (one.strategy, gib(one.peak_bytes), time_words(one.time_share))
@@ -102,12 +108,12 @@ def _tables(made: Answer) -> list[Table]:
             ],
         ),
         (
-            "Left out",
+            "Strategies left out",
             ("strategy", "why"),
             [(one.strategy, one.reason) for one in left_out(made.chosen, resolved.case)],
         ),
         (
-            "The best plan of each size",
+            "Best plan of each size",
             ("needs", "tokens/s", "how"),
             [
                 (

@@ -30,6 +30,7 @@ def page(found: Rescue) -> str:
     return render(
         TEMPLATE,
         title=f"{found.name}: out of memory on {found.hardware.words()}",
+        tiles=_tiles(found),
         sentences=(verdict(found), *found.clues, *found.notes),
         memory=_memory(found),
         tool=found.title,
@@ -40,6 +41,21 @@ def page(found: Rescue) -> str:
         lost=found.lost,
         differences=found.differences,
     )
+
+
+def _tiles(found: Rescue) -> list[tuple[str, str, str]]:
+    """Name, value and remark of the needs, before and after."""
+    budget, tiles = gib(found.budget_bytes), []
+    if found.was is not None:
+        holds = "does not fit" if found.was.priced.need_bytes > found.budget_bytes else "fits by arithmetic"
+        tiles.append(("needed as it was", gib(found.was.priced.need_bytes), f"{holds}: {budget} are there"))
+    if found.own is not None:
+        priced = found.own.priced
+        tiles.append((f"{found.title}, changed", gib(priced.need_bytes), time_words(priced, found)))
+    if found.plan is not None:
+        chosen = found.plan.chosen
+        tiles.append(("memtrain", gib(chosen.need_bytes), time_words(chosen, found)))
+    return tiles
 
 
 def _shown(recipe_text: str) -> str:

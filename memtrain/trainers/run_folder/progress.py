@@ -123,7 +123,9 @@ class Progress:
             figures.insert(1, f"reward {decimal(step.extra[REWARD])}{length_words(step)}")
         if step.peak_bytes:
             figures.append(f"peak {gib(step.peak_bytes)}")
-        return "  ".join([*figures, f"{duration(left_s)} left"])
+        if step.step < self.total_steps:
+            figures.append(f"{duration(left_s)} left")
+        return "  ".join(figures)
 
     def _line(self, text: str, *, is_step: bool, is_shown: bool = True) -> None:
         text = printable(text)

@@ -84,7 +84,7 @@ KNOWN: tuple[tuple[str, tuple[Chart, ...]], ...] = (
                 ("completion_tokens", "completion_tokens_max"),
                 ("mean", "longest"),
             ),
-            Chart("Cut completions", "share of completions", ("completions_cut",)),
+            Chart("Truncated completions", "share of completions", ("completions_cut",)),
         ),
     ),
     (

@@ -293,9 +293,9 @@ def _figures_table(report: Report) -> Table:
     table.add_row("run", f"{state_of(report)}, {len(report.steps):,} steps in {duration(figures.seconds)}")
     for row in ending_rows(report.final):
         table.add_row(*row)
-    table.add_row("loss", loss_words(figures))
     if words := reward_words(figures):
         table.add_row(REWARD, words)
+    table.add_row("loss", loss_words(figures))
     if words := mean_length_words(figures.lengths):
         table.add_row("completion length", words)
     if words := turn_words(figures.turns):
@@ -352,7 +352,9 @@ def _data_table(data: Sequence[DataEvent]) -> Table:
         table.add_column(name, justify="right")
     for one in data:
         fill = f"{one.fill:.2%}" if one.fill is not None else "-"
-        counts = (f"{count:,}" for count in (one.rows, one.tokens, one.loss_tokens, one.sequences))
+        # Prompts have no loss tokens before completions are written.
+        loss_tokens = f"{one.loss_tokens:,}" if one.loss_tokens else "-"
+        counts = (f"{one.rows:,}", f"{one.tokens:,}", loss_tokens, f"{one.sequences:,}")
         table.add_row(one.split, *counts, fill)
     return table
 

@@ -99,12 +99,10 @@ def _moment(seconds: float) -> str:
 def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
     """Name, value and remark of the numbers at the top."""
     total = f" of {report.plan.settings.max_steps:,}" if report.plan else ""
-    tiles = [
-        ("steps", f"{report.steps[-1].step if report.steps else 0:,}{total}", duration(figures.seconds)),
-        ("loss", *_value_and_remark(loss_words(figures))),
-    ]
+    tiles = [("steps", f"{report.steps[-1].step if report.steps else 0:,}{total}", duration(figures.seconds))]
     if words := reward_words(figures):
         tiles.append((REWARD, *_value_and_remark(words)))
+    tiles.append(("loss", *_value_and_remark(loss_words(figures))))
     if words := mean_length_words(figures.lengths):
         tiles.append(("completion length", *_value_and_remark(words)))
     if words := turn_words(figures.turns):
@@ -130,8 +128,10 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
 
 
 def _value_and_remark(words: str) -> tuple[str, str]:
-    value, _, remark = words.replace("->", "→").partition(" (")
-    return value, remark.rstrip(")")
+    """Last value and remark of a tile: `3.2 -> 1.1 (best 1.0)` gives `1.1` and `from 3.2, best 1.0`."""
+    value, _, remark = words.partition(" (")
+    first, _, last = value.rpartition(" -> ")
+    return last, ", ".join(part for part in (f"from {first}" if first else "", remark.rstrip(")")) if part)
 
 
 def prompts_of(report: Report) -> list[str]:

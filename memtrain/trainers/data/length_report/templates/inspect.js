@@ -88,7 +88,7 @@ function draw() {
     button.setAttribute("aria-pressed", String(+button.dataset.length === shown));
   }
   for (const button of document.querySelectorAll("#parts button")) {
-    button.setAttribute("aria-pressed", String(button.textContent === part.name));
+    button.setAttribute("aria-pressed", String(button.dataset.name === part.name));
   }
   for (const row of document.querySelectorAll("tr.pick")) {
     row.classList.toggle("chosen", +row.dataset.length === shown);
@@ -110,7 +110,8 @@ for (const length of lengths) {
   picks(button, length);
 }
 for (const one of found.distributions) {
-  const button = html(document.getElementById("parts"), "button", "", one.name);
+  const button = html(document.getElementById("parts"), "button", "", one.name.replaceAll("_", " "));
+  button.dataset.name = one.name;
   button.addEventListener("click", () => { part = one; draw(); });
 }
 for (const row of document.querySelectorAll("tr.pick")) picks(row, +row.dataset.length);
