@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _our_fault() -> int:
     """Report a bug of memtrain with the traceback of the handled error; the exit code."""
-    print("this is a bug in memtrain, not in the recipe; please report the trace below", file=sys.stderr)
+    print("this is a bug in memtrain, not in the recipe; please report the traceback below", file=sys.stderr)
     print(printable(traceback.format_exc()), file=sys.stderr, end="")
     return EXIT_OUR_FAULT
 

@@ -39,16 +39,20 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "score-teacher",
         "score_teacher:score_teacher",
-        "Write a teacher's likeliest tokens for the data of a distillation.",
+        "Write a teacher's top-k tokens for the data of a distillation run.",
     ),
-    Command("train", "train:train", "Train by the method that the recipe names."),
+    Command("train", "train:train", "Train with the method that the recipe names."),
     Command("plan", "plan:plan", "Predict the memory and speed of a run, for any GPU, without starting it."),
-    Command("calibrate", "calibrate:calibrate", "Measure this machine once, for its plans."),
-    Command("verify", "verify:verify", "Show that the plan of a recipe gives the numbers of the plain run."),
-    Command("bench", "bench:bench", "Measure the savings and costs of each strategy of a plan."),
-    Command("slurm", "slurm:slurm", "Write a run as a SLURM job, and submit it."),
-    Command("status", "status:status", "State of a run: step, loss, job."),
-    Command("logs", "status:logs", "The log of a run; -f follows it."),
+    Command(
+        "calibrate", "calibrate:calibrate", "Measure the speed of this machine once; later plans use it."
+    ),
+    Command(
+        "verify", "verify:verify", "Test that the plan of a recipe gives the same numbers as the plain run."
+    ),
+    Command("bench", "bench:bench", "Measure what each memory strategy of a plan saves and costs."),
+    Command("slurm", "slurm:slurm", "Write a run as a SLURM job; --submit submits it."),
+    Command("status", "status:status", "Show the state of a run: step, loss, job."),
+    Command("logs", "status:logs", "Print the log of a run; -f follows it."),
     Command(
         "check",
         "check:check",
@@ -58,9 +62,9 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "inspect-lengths",
         "inspect_lengths:inspect_lengths",
-        "Length distribution of a dataset, and losses and costs of each max_length.",
+        "Show the lengths of a dataset, and what each max_length loses and costs.",
     ),
-    Command("init", "init:init", "Write a commented recipe to start from."),
+    Command("init", "init:init", "Write a commented starter recipe."),
     Command(
         "import",
         "import_config:import_config",
@@ -69,23 +73,25 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "rescue", "rescue:rescue", "Diagnose a run that ran out of memory, and find changes that make it fit."
     ),
-    Command("import-trl", "import_config:import_trl", "Translate a TRL configuration, its method named."),
+    Command(
+        "import-trl", "import_config:import_trl", "Translate a TRL configuration, with its method given."
+    ),
     Command("recipes", "recipes:app", "List the shipped recipes; `recipes show NAME` prints one."),
-    Command("methods", "methods:methods", "List the methods that a recipe may ask for."),
+    Command("methods", "methods:methods", "List the training methods, or the memory strategies."),
     Command("schema", "schema:schema", "Print the JSON Schema of a recipe, or the reference page."),
-    Command("merge", "merge:merge", "Fold the adapter of a run into its base model."),
-    Command("export", "export:export", "Write the model of a checkpoint in the Hugging Face format."),
-    Command("chat", "chat:chat", "Talk with the model of a finished run."),
-    Command("lm-eval", "lm_eval:lm_eval", "Benchmarks of lm-evaluation-harness on a trained model."),
-    Command("serve", "serve:serve", "The `vllm serve` command for a trained model."),
-    Command("gguf", "gguf:gguf", "A trained model as a GGUF file, with a Modelfile for Ollama."),
+    Command("merge", "merge:merge", "Merge the adapter of a run into its base model."),
+    Command("export", "export:export", "Export a checkpoint as a Hugging Face model."),
+    Command("chat", "chat:chat", "Chat with the model of a finished run."),
+    Command("lm-eval", "lm_eval:lm_eval", "Run benchmarks of lm-evaluation-harness on a trained model."),
+    Command("serve", "serve:serve", "Print the `vllm serve` command for a trained model, or start it."),
+    Command("gguf", "gguf:gguf", "Write a trained model as a GGUF file, with a Modelfile for Ollama."),
     Command("push", "push:push", "Upload a trained model and its card to the Hugging Face hub."),
     Command("clean", "clean:clean", "Remove half-written files of killed processes from a run folder."),
     Command("doctor", "doctor:doctor", "Test which installed packages and devices really work here."),
 )
 """Every command, in the order of `memtrain --help`."""
 
-_ABOUT = "Post-training for scarce GPU memory, from a YAML recipe to a trained model."
+_ABOUT = "Fine-tune language models on scarce GPU memory, from a YAML recipe to a trained model."
 
 
 class _Commands(TyperGroup):
@@ -105,7 +111,7 @@ class _Commands(TyperGroup):
         if args[0] not in names and not ctx.resilient_parsing:
             near = nearest_methods(args[0], names)
             raise RecipeError(
-                f"'{args[0]}' is not a command of memtrain",
+                f"'{args[0]}' is not a memtrain command",
                 where="the command line",
                 fix=f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(names)}",
             )

@@ -51,7 +51,7 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Values that override the recipe's, such as optim.lr=1e-4.",
+        help="Overrides of recipe keys, such as optim.lr=1e-4.",
         autocompletion=complete_override,
         show_default=False,
     ),

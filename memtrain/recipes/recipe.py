@@ -56,7 +56,7 @@ class Recipe(Section):
     """Method of training: the command of the command line."""
 
     run_dir: str | None = None
-    """Folder of the run. Not given: `runs/<recipe file name>`."""
+    """Folder of the run. If not set: `runs/<recipe file name>`."""
 
     model: Model
     data: Data
@@ -181,7 +181,7 @@ class Recipe(Section):
             )
         if section.kind == "adapter_off" and self.model.adapter is None:
             raise ValueError(
-                f"{self.method}.teacher is adapter_off, and every weight is trained; set model.adapter, or "
+                f"{self.method}.teacher is adapter_off, but every weight is trained; set model.adapter, or "
                 "name a teacher"
             )
         return self
@@ -199,11 +199,11 @@ class Recipe(Section):
                 )
             if METHODS[self.method].head == "score":
                 raise ValueError(
-                    f"eval.{name} asks for text, and the model of {self.method} gives numbers; remove it"
+                    f"eval.{name} needs generated text, but a model of {self.method} gives numbers; remove it"
                 )
         if self.eval.lm_eval is not None and METHODS[self.method].head == "score":
             raise ValueError(
-                f"eval.lm_eval asks for text, and the model of {self.method} gives numbers; remove it"
+                f"eval.lm_eval needs generated text, but a model of {self.method} gives numbers; remove it"
             )
         return self
 
@@ -211,7 +211,7 @@ class Recipe(Section):
         if stopping.metric is not None and stopping.metric not in self.eval_metrics:
             known = ", ".join(self.eval_metrics)
             raise ValueError(
-                f"eval.early_stopping.metric {stopping.metric} is no metric of the held-out rows of this "
+                f"eval.early_stopping.metric {stopping.metric} is not a metric of the held-out rows of this "
                 f"recipe; give one of {known}"
             )
 
@@ -231,8 +231,8 @@ class Recipe(Section):
         for name, is_there in refused.items():
             if is_there:
                 raise ValueError(
-                    f"{name} cannot be with {self.method}.on_policy_fraction: the trained module writes one "
-                    "completion for each row by itself, as it is trained; remove it"
+                    f"{name} cannot be combined with {self.method}.on_policy_fraction: the trained module "
+                    "writes one completion for each row by itself, as it is trained; remove it"
                 )
         return self
 
@@ -329,16 +329,16 @@ class Recipe(Section):
             )
         if self.generation.num_generations < 2 and any(one.pairwise for one in self.rewards.functions):
             raise ValueError(
-                "a pairwise judge compares completions, and generate.num_generations is 1; set 2 or more"
+                "a pairwise judge compares completions, but generate.num_generations is 1; set 2 or more"
             )
         if self.train.batch_tokens is not None:
             raise ValueError(
-                f"train.batch_tokens is set, and {self.method} counts a step in completions; set "
+                f"train.batch_tokens is set, but {self.method} counts a step in completions; set "
                 "train.batch_size instead"
             )
         if self.generation.num_generations < 2 and not METHODS[self.method].has_value:
             raise ValueError(
-                f"{self.method} compares the completions of a prompt, and generate.num_generations is 1; "
+                f"{self.method} compares the completions of a prompt, but generate.num_generations is 1; "
                 "set 2 or more"
             )
         if isinstance(section, WithMismatch):

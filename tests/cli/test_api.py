@@ -82,7 +82,7 @@ def test_errors_name_the_argumentsof_python_and_no_options():
     with pytest.raises(RecipeError) as alone:
         memtrain.plan(recipe, num_gpus=2, reads_data=False)
     assert alone.value.text() == (
-        "error: num_gpus=2 needs a kind of GPU, and none is visible here\n"
+        "error: num_gpus=2 needs a kind of GPU, but none is visible here\n"
         "   at: num_gpus\n"
         '  try: add gpu="h100", or another kind'
     )
@@ -111,7 +111,7 @@ def test_the_notebook_runs_from_top_to_bottom(
         == 0
     )
     reported = capsys.readouterr().out
-    assert "The run's rows were strings: each text is continued as it stands" in reported
+    assert "The run was trained on plain text: each prompt is continued as text" in reported
     assert len(reported.splitlines()) > 1
 
 

@@ -129,7 +129,7 @@ def test_faults_of_keys_do_not_hide_those_of_the_model_the_data_and_the_packages
     assert main(["check", "my.yaml"]) == 2
     reported = capsys.readouterr().err
     assert [line for line in reported.splitlines() if line.startswith("error")] == [
-        "error: the length of the run is given twice",
+        "error: the length of the run is set twice",
         "error: log.evry: unknown key",
         "error: there is no folder ./nomodel",
         "error: there is no file 'c.jsonl'",
@@ -210,7 +210,7 @@ def test_the_other_faults_are_told_beside_a_wrong_method(
     assert faults[0].startswith(f"method: {method if method.isdigit() else repr(method)}")
     assert faults[1:] == [
         "length.max_lenght: unknown key",
-        "the length of the run is given twice",
+        "the length of the run is set twice",
         "there is no file 'gone.jsonl'",
         "there is no folder ./none",
         "wandb is asked for but not installed",
@@ -263,7 +263,7 @@ def test_a_rule_that_a_word_of_the_command_line_breaks_is_told_there(
     (folder / "my.yaml").write_text(text + "train: {max_steps: 2}\n")
     assert main(["check", "my.yaml", "train.epochs=1"]) == 2
     assert capsys.readouterr().err == (
-        "error: the length of the run is given twice\n"
+        "error: the length of the run is set twice\n"
         "   at: from the command line: `train.epochs=1`\n"
         "  try: set train.epochs or train.max_steps, not both\n"
     )

@@ -76,12 +76,12 @@ def test_the_version_is_reported(capsys: pytest.CaptureFixture[str]):
     [
         (
             ["chek"],
-            "error: 'chek' is not a command of memtrain\n   at: the command line\n"
+            "error: 'chek' is not a memtrain command\n   at: the command line\n"
             "  try: did you mean check or schema?\n",
         ),
         (
             ["zzz"],
-            "error: 'zzz' is not a command of memtrain\n   at: the command line\n  try: the commands are ",
+            "error: 'zzz' is not a memtrain command\n   at: the command line\n  try: the commands are ",
         ),
         (
             ["check"],

@@ -148,9 +148,11 @@ def test_without_a_tokenizer_the_first_line_says_which_counts(rows, tmp_path, ca
         found = json.loads(shown(capsys, rows, "--json"))
         return found["counted_by"], found["tokens"]
 
-    assert shown(capsys, rows).startswith("Counted with the built-in tokenizer, as no model is known here")
+    assert shown(capsys, rows).startswith(
+        "Counted with the built-in tokenizer, because no model is known here"
+    )
     words, tokens = first()
-    assert words.startswith("Counted with the built-in tokenizer, as no model is known here")
+    assert words.startswith("Counted with the built-in tokenizer, because no model is known here")
     folder = tmp_path / "model"
     load_tokenizer("builtin:tiny").save_pretrained(folder)
     shown(capsys, rows, "--tokenizer", str(folder))

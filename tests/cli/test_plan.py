@@ -288,7 +288,7 @@ def test_the_hosts_memory_is_what_the_command_says(capsys):
     """262,144 tokens x 8,192 numbers x 2 bytes x 80 layers, all but the last layers', is up to 320 GiB."""
     long = ["plan", "sft/llama-3.3-70b-qlora", "--gpu", "h100", "--without-data", "length.max_length=262144"]
     long += ["train.batch_size=1"]
-    with pytest.raises(DoesNotFit, match="of host memory, and there are 140.0 GiB"):
+    with pytest.raises(DoesNotFit, match="of host memory, but only 140.0 GiB"):
         run(long)
     run([*long, "--host-memory", "512GiB"])
     words = reported(capsys)

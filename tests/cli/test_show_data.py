@@ -45,7 +45,7 @@ def test_the_parts_of_a_pair_are_named(capsys: pytest.CaptureFixture[str]):
 
 def test_rows_that_are_not_held_out_cannot_be_shown(capsys: pytest.CaptureFixture[str]):
     assert main(["show-data", "my.yaml", "--eval"]) == 2
-    assert "the recipe holds no rows out" in capsys.readouterr().err
+    assert "the recipe holds out no rows" in capsys.readouterr().err
     assert main(["show-data", "my.yaml", "--eval", "data.eval_fraction=0.4", "-n", "9"]) == 0
     assert capsys.readouterr().out.count("--- rows.jsonl:") == 1
 
@@ -72,5 +72,5 @@ def test_prompts_alone_lead_to_a_recipe_with_rewards(folder: Path, capsys: pytes
     (folder / "prompts.jsonl").write_text('{"prompt": "p"}\n')
     assert main(["show-data", "prompts.jsonl"]) == 2
     reported = capsys.readouterr().err
-    assert "the rows of prompts.jsonl are prompts alone" in reported
+    assert "the rows of prompts.jsonl are prompts without answers" in reported
     assert "memtrain show-data my.yaml data.train=prompts.jsonl" in reported

@@ -77,13 +77,13 @@ def test_a_file_of_few_tokens_counts_the_mass_of_the_others(made, capsys):
     folder, run = made
     words = ["distill.top_k=4", f"distill.top_k_file={folder / 'few'}", "distill.beta=0"]
     score_teacher(str(folder / "distill.yaml"), words)
-    assert "All other tokens are one outcome together: its probability is" in capsys.readouterr().out
+    assert "All other tokens together have a probability of" in capsys.readouterr().out
     reported = steps(run("few", *words))
     assert reported[-1]["loss"] < reported[0]["loss"]
     assert 0.5 < reported[0]["teacher_tail"] < 1.0
     with pytest.raises(DataError, match=r"temperature is 2, and the file was made with 1"):
         run("other", *words, "distill.temperature=2")
-    with pytest.raises(DataError, match=r"is not in the file of the teacher's likeliest tokens"):
+    with pytest.raises(DataError, match=r"is not in the file of the teacher's top-k tokens"):
         run("shorter", *words, "length.max_length=40")
 
 
@@ -156,7 +156,7 @@ def test_own_completions_are_judged_and_a_killed_run_writes_them_again(made):
     ("words", "says"),
     [
         (("distill.top_k=4", "distill.top_k_file=f"), "needs a teacher that is asked"),
-        (("length.packing=bfd",), "length.packing bfd cannot be with distill.on_policy_fraction"),
+        (("length.packing=bfd",), "length.packing bfd cannot be combined with distill.on_policy_fraction"),
         (("generate.num_generations=4",), "generate.num_generations cannot be with"),
     ],
 )

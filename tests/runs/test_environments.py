@@ -105,7 +105,7 @@ def test_zero_std_groups_are_replaced_by_other_prompts(tmp_path: Path, cache: Pa
 @pytest.mark.parametrize(
     ("override", "error", "words"),
     [
-        ("{file}:heard", RecipeError, "is no environment: it is no class with a method `step`"),
+        ("{file}:heard", RecipeError, "is not an environment: it is not a class with a method `step`"),
         ("{file}:Nobody", RecipeError, "has no function 'Nobody'"),
         ("{file}:Late", DataError, "step returned a int"),
         ("Echo", RecipeError, "'Echo' is not a class"),

@@ -15,17 +15,17 @@ from memtrain.cli.output.terminal import hide_progress_bars, print_text
 def chat(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, or of a model.")],
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Answer this one prompt, and end.")
+        str | None, typer.Option("--prompt", "-p", help="Answer this one prompt, then exit.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.7,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy decoding.")] = 0.7,
     as_text: Annotated[
         bool | None,
         typer.Option(
             "--text/--template",
-            help="Continue the prompt as it stands, or write it by the chat template. Not given: as in the "
-            "run's rows.",
+            help="Continue the prompt as plain text, or put it through the chat template. Default: as in "
+            "the run's rows.",
         ),
     ] = None,
 ) -> None:
@@ -44,10 +44,10 @@ def chat(
     talk = Chat(trained, system, as_text=is_text)
     if as_text is None and is_text:
         print_text(
-            "The run's rows were strings: each text is continued as it stands (--template: as a chat)."
+            "The run was trained on plain text: each prompt is continued as text (--template: as a chat)."
         )
     elif not talk.has_template and not is_text:
-        print_text("The tokenizer has no chat template: each text is continued as it stands.")
+        print_text("The tokenizer has no chat template: each prompt is continued as plain text.")
     for text in [prompt] if prompt is not None else _turns():
         if text == "/reset":
             talk.reset()

@@ -22,7 +22,9 @@ Config = Annotated[
 Method = Annotated[
     str | None,
     typer.Option(
-        "--method", "-m", help="sft, dpo, kto, reward, grpo, rloo or distill, where the file does not say it."
+        "--method",
+        "-m",
+        help="Method, if the file does not say it: sft, dpo, kto, reward, grpo, rloo or distill.",
     ),
 ]
 Output = Annotated[
@@ -31,7 +33,7 @@ Output = Annotated[
 Processes = Annotated[
     int | None,
     typer.Option(
-        "--processes", "--num-gpus", min=1, help="Devices that it was run on; 1 if the file does not say."
+        "--processes", "--num-gpus", min=1, help="Devices of the original run; 1 if the file does not say."
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]

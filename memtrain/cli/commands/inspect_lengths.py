@@ -31,7 +31,7 @@ DatasetArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="DATASET",
-        help="A file, a folder, a glob, a hub id or a recipe. With --recipe: in place of its data.train.",
+        help="A file, a folder, a glob, a hub id or a recipe. With --recipe, it replaces data.train.",
         show_default=False,
     ),
 ]
@@ -47,39 +47,37 @@ KeysArgument = Annotated[
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        "--model", help="Model whose tokenizer counts and whose memory is predicted.", show_default=False
+        "--model", help="Model whose tokenizer is used and whose memory is predicted.", show_default=False
     ),
 ]
 TokenizerOption = Annotated[
     str | None,
     typer.Option(
         "--tokenizer",
-        help="Tokenizer that counts. Not given: of a recipe beside, the last one used, or built in.",
+        help="Tokenizer to count with. Default: that of a recipe nearby, the one last used, or built in.",
         show_default=False,
     ),
 ]
 MethodOption = Annotated[
     str | None,
-    typer.Option(
-        "--method", help="Method that the rows are for. Not given: a method that takes their format."
-    ),
+    typer.Option("--method", help="Training method. Default: one that takes the format of the rows."),
 ]
 RecipeOption = Annotated[
     str | None,
     typer.Option(
         "--recipe",
-        help="A recipe: data, tokenizer, length, batch.",
+        help="A recipe to take the data, tokenizer, lengths and batch from.",
         autocompletion=complete_recipe,
         show_default=False,
     ),
 ]
 LengthsOption = Annotated[
     str | None,
-    typer.Option("--max-length", help="Candidates, such as 512,1024. Not given: some that suit the rows."),
+    typer.Option("--max-length", help="Lengths to compare, such as 512,1024. Default: chosen by the rows."),
 ]
 BudgetOption = Annotated[
     str | None,
-    typer.Option("--budget", help="Memory of one device, such as 24GiB: which candidates fit it."),
+    typer.Option("--budget", help="Memory of one device, such as 24GiB, to see which lengths fit."),
 ]
 SampleOption = Annotated[
     int | None,

@@ -18,13 +18,13 @@ def lm_eval(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, or of a model.")],
     tasks: Annotated[
         str | None,
-        typer.Option(help="Tasks of the harness, such as gsm8k,ifeval. Not given: of the run's recipe."),
+        typer.Option(help="Tasks of the harness, such as gsm8k,ifeval. Default: those of the run's recipe."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows of each task.")] = None,
-    include_path: Annotated[str | None, typer.Option(help="Folder with tasks of your own.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples before each question.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of rows per task.")] = None,
+    include_path: Annotated[str | None, typer.Option(help="Folder with your own tasks.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Number of few-shot examples.")] = None,
     apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Ask through the model's chat template.")
+        bool, typer.Option("--apply-chat-template", help="Apply the model's chat template.")
     ] = False,
 ) -> None:
     """Run benchmarks of EleutherAI's lm-evaluation-harness on a trained model (`pip install

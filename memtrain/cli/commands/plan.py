@@ -22,11 +22,11 @@ GC_THRESHOLD = 100_000
 
 Gpu = Annotated[
     str | None,
-    typer.Option("--gpu", help="Plan for this card (h100, a100-40, l4, 4090, ...), not for this machine."),
+    typer.Option("--gpu", help="Plan for this GPU (h100, a100-40, l4, 4090, ...) instead of this machine."),
 ]
 Budget = Annotated[
     str | None,
-    typer.Option("--budget", help="Memory of one device that may be used, such as 24GiB."),
+    typer.Option("--budget", help="Memory limit of one device, such as 24GiB."),
 ]
 NumGpus = Annotated[int | None, typer.Option("--num-gpus", min=1, help="Number of cards to plan for.")]
 Explain = Annotated[
@@ -39,7 +39,7 @@ Explain = Annotated[
 ]
 Trace = Annotated[
     bool,
-    typer.Option("--trace", help="Check the peak by a trace of the run's own step, on tensors without data."),
+    typer.Option("--trace", help="Check the peak by tracing a step of the run, on tensors without data."),
 ]
 WithoutData = Annotated[
     bool,
@@ -50,7 +50,7 @@ Solve = Annotated[
     typer.Option(
         "--solve",
         metavar="WHAT",
-        help="The longest max_length, the largest micro_batch, the smallest budget or num_gpus that fits.",
+        help="Find the largest max_length or micro_batch, or the smallest budget or num_gpus, that fits.",
         show_default=False,
     ),
 ]

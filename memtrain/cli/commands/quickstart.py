@@ -28,13 +28,13 @@ def quickstart(
     from memtrain.trainers.tools.peak_of_call import measure
 
     print_text(
-        "Trains a tiny model from random weights on made-up word problems: about a minute on one core."
+        "Training a tiny model from random weights on made-up word problems: about a minute on one core."
     )
     print_text()
     folder = RunFolder(run_recipe("sft", "quickstart", [], run_dir=run_dir, resume=False))
     print_text()
     print_text(
-        "Two steps of the same rows without the plan (padded, every activation and all logits kept) ..."
+        "Two steps on the same rows without the plan (rows padded, all activations and logits kept) ..."
     )
     plain = measure(plain_plan(read_plan(folder.plan)))
     report = load_report(folder)
@@ -59,8 +59,8 @@ def quickstart(
     )
     print_text()
     print_text(
-        "The sample: a problem that was held out, and the model's own text after it. A model this small "
-        "learns the form of an answer, and few right ones."
+        "The sample is a held-out problem, with the model's answer after it. A model this small learns "
+        "what an answer looks like; few of its answers are right."
     )
     print_text()
     print_text(

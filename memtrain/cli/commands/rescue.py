@@ -15,24 +15,24 @@ Config = Annotated[
     str,
     typer.Argument(
         metavar="CONFIG",
-        help="The run that died: a recipe, or another trainer's configuration, script or command line.",
+        help="The run that failed: a recipe, or another trainer's configuration, script or command line.",
     ),
 ]
 Traceback = Annotated[
     str | None,
-    typer.Option("--traceback", "-b", metavar="FILE", help="What it printed when it died; - reads stdin."),
+    typer.Option(
+        "--traceback", "-b", metavar="FILE", help="File with what it printed when it failed; - reads stdin."
+    ),
 ]
 Gpu = Annotated[
     str | None,
-    typer.Option("--gpu", help="The card it ran on (a100-40, 4090, ...); else the traceback's."),
+    typer.Option("--gpu", help="The GPU it ran on (a100-40, 4090, ...). Default: read from the traceback."),
 ]
-Budget = Annotated[
-    str | None, typer.Option("--budget", help="Memory of one device that may be used, such as 24GiB.")
-]
+Budget = Annotated[str | None, typer.Option("--budget", help="Memory limit of one device, such as 24GiB.")]
 NumGpus = Annotated[
     int | None,
     typer.Option(
-        "--num-gpus", "--processes", min=1, help="How many cards it ran on, where the file does not say it."
+        "--num-gpus", "--processes", min=1, help="Number of GPUs it ran on, if the file does not say it."
     ),
 ]
 Tool = Annotated[
@@ -41,19 +41,19 @@ Tool = Annotated[
 ]
 Method = Annotated[
     str | None,
-    typer.Option("--method", "-m", help="sft, dpo, ..., where the file does not say it."),
+    typer.Option("--method", "-m", help="Method, if the file does not say it: sft, dpo, ..."),
 ]
 MaxLength = Annotated[
     int | None,
-    typer.Option("--max-length", min=1, help="The longest row in tokens, where nothing says it."),
+    typer.Option("--max-length", min=1, help="Longest row in tokens, if the configuration does not say it."),
 ]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the recipe that fits.", show_default=False)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, no more.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, and nothing else.")]
 Html = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE", help="Write the answer as a page.", show_default=False),
+    typer.Option("--html", metavar="FILE", help="Write the answer as an HTML page.", show_default=False),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a recipe that exists.")]
 

@@ -15,7 +15,7 @@ def score(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="Folder or hub id of a reward model or of an adapter of one; or a run."
+            metavar="MODEL", help="A run, or the folder or hub id of a reward model (or of its adapter)."
         ),
     ],
     data: Annotated[
@@ -24,7 +24,7 @@ def score(
     ],
     overrides: OverridesArgument = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The file of rewards, one JSON line a row.")
+        Path, typer.Option("--output", "-o", help="File for the rewards: one JSON line per row.")
     ] = Path("rewards.jsonl"),
 ) -> None:
     """Write the reward of every answer; for pairs, say how often the chosen one is preferred.

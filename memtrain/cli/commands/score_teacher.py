@@ -35,10 +35,10 @@ def score_teacher(
     made = scored(ready.recipe, ready.data, ready.settings, num_columns=ready.num_columns)
     facts = made.facts
     print_text(
-        f"{made.num_tokens:,} tokens scored by {facts.teacher}; its {facts.top_k} likeliest are in "
+        f"{made.num_tokens:,} tokens scored by {facts.teacher}; its top {facts.top_k} tokens are in "
         f"{whole(made.path)} ({made.num_bytes / 2**20:,.1f} MiB)."
     )
     print_text(
-        f"All other tokens are one outcome together: its probability is {facts.mean_tail:.2%} on average, "
+        f"All other tokens together have a probability of {facts.mean_tail:.2%} on average, "
         f"and {facts.most_tail:.2%} at most."
     )

@@ -16,7 +16,7 @@ RecipeOrDataset = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE_OR_DATASET",
-        help="A recipe, or a data file or folder: its method is read off its columns.",
+        help="A recipe, or a data file or folder, whose method follows from its columns.",
         autocompletion=complete_recipe,
         show_default=False,
     ),
@@ -25,13 +25,13 @@ OfModel = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Model whose tokenizer and template encode the rows. Not given: the recipe's; of a dataset the "
-        "last one used, or a built-in one.",
+        help="Model whose tokenizer and chat template encode the rows. Default: the recipe's; for a dataset, "
+        "the last one used, else the built-in one.",
         show_default=False,
     ),
 ]
 Rows = Annotated[int, typer.Option("-n", "--rows", min=1, help="Number of sequences to show.")]
-Held = Annotated[bool, typer.Option("--eval", help="Show held-out rows in place of training rows.")]
+Held = Annotated[bool, typer.Option("--eval", help="Show held-out rows instead of training rows.")]
 
 
 def show_data(
@@ -77,7 +77,7 @@ def show_data(
         held = held_out_of(asked, data, store, chosen)
         if held is None:
             raise RecipeError(
-                "the recipe holds no rows out",
+                "the recipe holds out no rows",
                 loaded.nearest("data.eval"),
                 "set data.eval or data.eval_fraction, or show the training rows (without --eval)",
             )

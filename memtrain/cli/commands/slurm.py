@@ -34,15 +34,15 @@ def slurm(
         list[str] | None,
         _option(
             "--array",
-            "Values to try, one job each: train.seed=0,1,2. Given twice: a job for every combination.",
+            "Values to try, one job each: train.seed=0,1,2. Given twice: one job for each combination.",
         ),
     ] = None,
     run_dir: Annotated[
-        str | None, _option("--run-dir", "Folder of the run, in place of the recipe's.")
+        str | None, _option("--run-dir", "Run folder, instead of the recipe's run_dir.")
     ] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the script, and ask SLURM whether it would take it.")
+        bool, typer.Option("--dry-run", help="Print the script, and ask SLURM whether it would accept it.")
     ] = False,
 ) -> None:
     """Write a run as a SLURM job, and submit it with --submit. Options stand for keys of cluster.slurm."""

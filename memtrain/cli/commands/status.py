@@ -41,9 +41,7 @@ def logs(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow the log until the run ends.")
     ] = False,
-    lines: Annotated[
-        int, typer.Option("--lines", "-n", help="Number of last lines that are shown first.")
-    ] = LINES,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of last lines to show first.")] = LINES,
 ) -> None:
     """The end of a run's log: the job's, or the run's own output."""
     from memtrain.cli.launch.status import log_of, may_write

@@ -26,7 +26,7 @@ RecipeOrDataset = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE|DATASET",
-        help="A recipe file, or the name of a shipped recipe; with --model a dataset (file, folder, hub id).",
+        help="A recipe: a file or a shipped name. With --model, a dataset: a file, folder or hub id.",
         autocompletion=complete_recipe,
         show_default=False,
     ),
@@ -41,7 +41,7 @@ ModelOption = Annotated[
 ]
 RunDir = Annotated[
     str | None,
-    typer.Option("--run-dir", help="Folder of the run, in place of the recipe's.", show_default=False),
+    typer.Option("--run-dir", help="Run folder, instead of the recipe's run_dir.", show_default=False),
 ]
 Resume = Annotated[
     bool,
@@ -78,7 +78,7 @@ def _method_command(method: str | None, summary: str) -> Callable[..., None]:
 
 BY_METHOD = {name: _method_command(name, method.summary) for name, method in METHODS.items()}
 """The command of each method."""
-train = _method_command(None, "Train by the method that the recipe names.")
+train = _method_command(None, "Train with the method that the recipe names.")
 
 
 def run_recipe(
@@ -121,7 +121,9 @@ def run_recipe(
             _benchmarks(plan, folder)
             return folder.path
         if resume and (lost := lost_model(folder)):
-            print_text(f"The run is finished, but in {whole(folder.final)} {lost}: it is written again.")
+            print_text(
+                f"The run is finished, but {whole(folder.final)} is incomplete ({lost}); it is written again."
+            )
         print_plan(planned)
         try:
             folder.recipe.write_text(recipe_yaml(plan))

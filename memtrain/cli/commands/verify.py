@@ -12,18 +12,18 @@ from memtrain.cli.arguments import OverridesArgument, RecipeArgument
 def verify(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    steps: Annotated[int, typer.Option("--steps", min=2, help="Optimizer steps that are compared.")] = 2,
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Number of optimizer steps to compare.")] = 2,
     shrink: Annotated[
         bool,
         typer.Option(
             "--shrink",
-            help="Use a small random model with the same kinds of layers, and short rows; the settings as "
-            "planned.",
+            help="Use a small random model with the same kinds of layers, and short rows, under the planned "
+            "settings.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
-    """Show that the plan of a recipe gives the numbers of the plain run.
+    """Test that the plan of a recipe gives the same numbers as the plain run.
 
     Makes a few steps twice from equal weights: as the plan says, and plainly (padded rows, whole logits, no
     checkpointing, the model's own attention). Compares losses, log-probs, gradients and updates; changes rows

@@ -34,7 +34,7 @@ def hardware_of(loaded: LoadedRecipe, nodes: Sequence[Node]) -> Hardware:
     if cluster.device == "cpu":
         if asked.gpus_per_node is not None:
             raise RecipeError(
-                f"cluster.slurm.gpus_per_node is {asked.gpus_per_node}, and cluster.device is cpu",
+                f"cluster.slurm.gpus_per_node is {asked.gpus_per_node}, but cluster.device is cpu",
                 loaded.where("cluster.slurm.gpus_per_node"),
                 "remove one of the two",
             )

@@ -30,16 +30,16 @@ def print_bench(made: Bench) -> None:
 
 
 NOTE = (
-    "Peak: live tensors on the device, in steps with the heaviest micro-batch of the data among them; "
-    "predicted: the same, by the plan; resident: the process above its imports. Tokens/s: the median of the "
-    "repetitions, and their spread. The loss is compared with that of the first row, on the same rows in the "
-    "same order."
+    "Peak: live tensors on the device, in steps that include the heaviest micro-batch of the data; "
+    "predicted: the same, by the plan; resident: memory of the process beyond its imports. Tokens/s: the "
+    "median of the repetitions, and their spread. The loss is compared with that of the first row, on the "
+    "same rows in the same order."
 )
 
 
 def heading(made: Bench) -> str:
     """Subject, device and repetitions of the measurements."""
-    times = "once" if made.repeats == 1 else f"{made.repeats} times in turns"
+    times = "once" if made.repeats == 1 else f"{made.repeats} times each, in turns"
     return (
         f"{made.method}: {made.recipe} on {made.device}; {made.steps} timed steps, {times}, each in a "
         "process of its own"

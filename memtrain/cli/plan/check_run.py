@@ -199,7 +199,7 @@ def teacher_words(recipe: Recipe, *, compares: bool) -> str:
     if section.kind == "file":
         if compares:
             refuse_other_tokenizer(recipe)
-        return f"{section.top_k_file}: its {section.top_k} likeliest tokens, of the student's tokenizer"
+        return f"{section.top_k_file}: its top {section.top_k} tokens, of the student's tokenizer"
     model = teacher_model(recipe)
     try:
         looked = look_at_model(model)

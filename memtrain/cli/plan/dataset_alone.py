@@ -92,7 +92,7 @@ def _method(dataset: str, words: Sequence[str], command: str) -> str:
     method = method_of(kind_of(found, every_format()))
     if METHODS[method].is_online:
         raise RecipeError(
-            f"the rows of {dataset} are prompts alone, and a recipe has to say their rewards",
+            f"the rows of {dataset} are prompts without answers, so a recipe has to define their rewards",
             "the command line",
             f"write one (memtrain init {method} -o my.yaml), then memtrain {command} my.yaml "
             f"data.train={dataset}; `memtrain inspect-lengths {dataset}` needs none",

@@ -171,7 +171,7 @@ def look_at_devices(
     asks_for_gpu = gpu is not None or num_gpus is not None
     if asks_for_gpu and device == "cpu":
         raise RecipeError(
-            "the recipe has cluster.device: cpu, and the plan is for GPUs",
+            "the recipe has cluster.device: cpu, but the plan is for GPUs",
             "--gpu" if gpu is not None else "--num-gpus",
             "leave cluster.device out of the recipe, or set it to auto (cluster.device=auto)",
         )
@@ -183,7 +183,7 @@ def look_at_devices(
         presumed = ELSEWHERE if here.device == "cpu" else frozenset[str]()
     elif num_gpus is not None:
         raise RecipeError(
-            f"--num-gpus {num_gpus} needs a kind of GPU, and none is visible here",
+            f"--num-gpus {num_gpus} needs a kind of GPU, but none is visible here",
             where="--num-gpus",
             fix="add --gpu h100, or another kind",
         )

@@ -79,7 +79,7 @@ def refuse_dataset(name: str, method: str | None) -> None:
     """Raise RecipeError when a name is a data file, or a folder: a model is missing beside it."""
     if is_dataset(name):
         raise RecipeError(
-            f"{name} is a dataset, and no model is given",
+            f"{name} is a dataset, but no model is given",
             "the command line",
             f"memtrain {METHODS[method].command if method else 'METHOD'} {name} --model MODEL, or a recipe",
         )

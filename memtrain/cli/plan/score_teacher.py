@@ -46,7 +46,7 @@ def prepared_pass(loaded: LoadedRecipe, *, progress: Callable[[int, int], None] 
     section = recipe.taught
     if section is None:
         raise RecipeError(
-            f"score-teacher writes a teacher's likeliest tokens, and {recipe.method} has no teacher",
+            f"score-teacher writes a teacher's top-k tokens, but {recipe.method} has no teacher",
             loaded.where("method"),
             "use a recipe with method: distill",
         )

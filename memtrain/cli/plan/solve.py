@@ -162,7 +162,7 @@ def _budget(question: Question, facts: PlannerInputs) -> Solution:
 def _num_gpus(question: Question, facts: PlannerInputs) -> Solution:
     if facts.hardware.device != "cuda":
         raise RecipeError(
-            "--solve num_gpus counts GPUs, and the plan is for a CPU", "--solve", "add --gpu h100"
+            "--solve num_gpus counts GPUs, but the plan is for a CPU", "--solve", "add --gpu h100"
         )
     name = question.hardware.name
     for count in GPU_COUNTS:

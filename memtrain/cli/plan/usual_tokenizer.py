@@ -44,7 +44,7 @@ def usual_tokenizer(dataset: str) -> Usual:
             return Usual(name, words, "; --model or --tokenizer counts with another.")
     return Usual(
         BUILTIN,
-        "the built-in tokenizer, as no model is known here: those of Qwen and Llama make "
+        "the built-in tokenizer, because no model is known here; those of Qwen and Llama make "
         f"{FEWER_TOKENS} times fewer tokens of English text and code",
         ". --model or --tokenizer makes it exact.",
     )

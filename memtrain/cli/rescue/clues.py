@@ -41,11 +41,11 @@ def clues(died: OomReport, was: AsItWas | None, budget: int) -> Iterator[str]:
     if was is not None and died.asked_bytes is not None:
         yield from _tensor(died.asked_bytes, was)
     if died.capacity_bytes and died.others_bytes and died.others_bytes > LARGE * died.capacity_bytes:
-        yield f"Other processes hold {gib(died.others_bytes)} of the card: end them (nvidia-smi lists them)."
+        yield f"Other processes hold {gib(died.others_bytes)} of the card: stop them (nvidia-smi lists them)."
     if died.capacity_bytes and died.idle_bytes and died.idle_bytes > LARGE * died.capacity_bytes:
         yield (
-            f"{gib(died.idle_bytes)} were reserved by the allocator and in no tensor: fragments. "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps them together."
+            f"{gib(died.idle_bytes)} were reserved by the allocator but held no tensor (fragmentation). "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces it."
         )
     if was is None:
         return
@@ -55,9 +55,7 @@ def clues(died: OomReport, was: AsItWas | None, budget: int) -> Iterator[str]:
         explains = held >= UNEXPLAINED * wanted
         yield _had(died, held, explains=explains)
     if was.priced.need_bytes <= budget and not died.on_host:
-        rest = (
-            ": what held the rest is not in the configuration (longer rows, other processes, code of its own)"
-        )
+        rest = ": what held the rest is not in the configuration (longer rows, other processes, its own code)"
         yield (
             f"By arithmetic the run needs {gib(was.priced.need_bytes)} and should have fitted"
             f"{rest if explains else ''}."
@@ -74,15 +72,15 @@ def _had(died: OomReport, held: int, *, explains: bool) -> str:
         return f"{text}; the plan of that moment comes to {gib(held)}."
     return (
         f"{text}; the plan of that moment comes to {gib(held)} only: the rest is not in the configuration "
-        "(longer rows, more rows at once, code of its own), or another configuration ran."
+        "(longer rows, more rows at once, its own code), or another configuration ran."
     )
 
 
 def _host(died: OomReport, was: AsItWas | None) -> Iterator[str]:
     """Sentences on a host that ran out of memory."""
     yield (
-        "The host's memory ran out, not the card's: rows, offloaded tensors and the copies of a save are "
-        "there. Fewer loader processes, or a machine with more memory."
+        "The host's memory ran out, not the card's: it holds rows, offloaded tensors and the copies of a "
+        "save. Use fewer loader processes, or a machine with more memory."
     )
     if was is None:
         return
@@ -112,20 +110,20 @@ def _tensor(asked: int, was: AsItWas) -> Iterator[str]:
         for count in (tokens, tokens - batch.rows, batch.longest, batch.longest - 1):
             if count > 1 and _is_near(asked, size * count * vocabulary):
                 yield (
-                    f"The allocation that failed, {gib(asked)}, was of {words} logits: {count:,} tokens x "
-                    f"{vocabulary:,} words of the vocabulary."
+                    f"The allocation that failed, {gib(asked)}, was for {words} logits: {count:,} tokens x "
+                    f"{vocabulary:,} vocabulary entries."
                 )
                 return
     scores = batch.rows * shape.num_heads * batch.longest**2
     for words, size in (("float32", 4), ("half-precision", 2)):
         if asked > 64 * MIB and _is_near(asked, size * scores):
             yield (
-                f"The allocation that failed, {gib(asked)}, was of {words} attention scores: "
+                f"The allocation that failed, {gib(asked)}, was for {words} attention scores: "
                 f"{batch.longest:,} x {batch.longest:,} tokens. sdpa and flash_attention_2 keep none."
             )
             return
     if _is_near(asked, weights_bytes(settings, shape)):
-        yield f"The allocation that failed, {gib(asked)}, was of the whole model."
+        yield f"The allocation that failed, {gib(asked)}, was for the whole model."
 
 
 def _is_near(asked: int, size: int) -> bool:

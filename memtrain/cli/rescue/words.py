@@ -18,8 +18,8 @@ from memtrain.memory.plan.units import gib
 from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.trl.writing import inline
 
-DIFFERENT = "What else to know of the recipe:"
-SAME = "The result is the same: every number up to rounding."
+DIFFERENT = "What else differs in the recipe:"
+SAME = "The result of training stays the same, up to rounding."
 
 
 def verdict(found: Rescue) -> str:
@@ -31,7 +31,7 @@ def verdict(found: Rescue) -> str:
         return f"{found.name}, {found.method}, on {place}."
     need = found.was.priced.need_bytes
     holds = f"does not fit {place}" if need > found.budget_bytes else f"fits {place} by arithmetic"
-    return f"{found.name}, {found.title}'s {found.method}: needs {gib(need)} as it was, and {holds}."
+    return f"{found.name}, {found.title}'s {found.method}: as it was, it needs {gib(need)} and {holds}."
 
 
 def held_words(held: PhasePeak) -> str:
@@ -141,7 +141,7 @@ def no_change_words(found: Rescue) -> str:
         return ""
     if found.was.priced.need_bytes <= found.budget_bytes:
         return f"By arithmetic nothing has to change in {found.title}."
-    return f"No change of keys in {found.title} makes it fit, as far as memtrain knows its keys."
+    return f"No change of keys in {found.title} that memtrain knows makes it fit."
 
 
 def _print_own(found: Rescue) -> None:
@@ -159,15 +159,15 @@ def _print_plan(found: Rescue, output: Path | None) -> None:
     typer.echo()
     if found.plan is None:
         print_text(
-            "memtrain has no plan that fits either, whatever it may learn differently: the cards and the "
-            f"host's memory ({gib(found.hardware.host_bytes)}; --host-memory says another) together are too "
-            "small. memtrain plan --solve num_gpus says how many cards are enough."
+            "memtrain has no plan that fits either, even if the result of training may change: the cards and "
+            f"the host's memory ({gib(found.hardware.host_bytes)}; --host-memory sets another) are too small "
+            "together. memtrain plan --solve num_gpus says how many cards are enough."
         )
         return
     plan = found.plan
     need = plan.chosen.need_bytes
     print_text(
-        f"As a recipe of memtrain: {settings_words(plan.settings)}. Needs {gib(need)} of "
+        f"As a memtrain recipe: {settings_words(plan.settings)}. Needs {gib(need)} of "
         f"{gib(found.budget_bytes)}, {time_words(plan.chosen, found)}."
     )
     print_text(learns_words(plan_learns(found)))

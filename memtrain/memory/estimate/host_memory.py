@@ -75,7 +75,7 @@ def host_shortage(owners: dict[str, int], hardware: Hardware) -> DoesNotFit | No
     return DoesNotFit(
         [
             Fault(
-                f"the plan needs {gib(wanted)} of host memory, and there are {gib(hardware.host_bytes)} "
+                f"the plan needs {gib(wanted)} of host memory, but only {gib(hardware.host_bytes)} are there "
                 f"({', '.join(f'{name} {gib(size)}' for name, size in largest)})",
                 "host memory of the machine (`memtrain plan --host-memory SIZE` plans for another)",
                 OR.join(ways) or "run on a machine with more memory",

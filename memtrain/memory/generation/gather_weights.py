@@ -42,7 +42,7 @@ def refuse_gathering(ledger: DecisionLog, settings: Settings) -> None:
         )
     elif not shards_weights(settings):
         ledger.refuse(
-            f"generate.gather_weights {wanted}: every process holds all weights; there is nothing to gather",
+            f"generate.gather_weights {wanted} has no effect: every process holds all weights",
             PATH,
             "remove it, or set cluster.engine: fsdp2 or zero3",
         )

@@ -178,7 +178,8 @@ def _decide_sampler(ledger: DecisionLog, settings: Settings, facts: PlannerInput
     why = not_native(settings.attention, facts.config, longest)
     if wanted == "native" and why:
         ledger.refuse(
-            f"the native sampler computes a prompt once for all its completions, and here it cannot: {why}",
+            "the native sampler computes a prompt once for all its completions, which is not possible here: "
+            f"{why}",
             path,
             "set generate.backend: transformers",
         )

@@ -152,7 +152,7 @@ def refuse_vllm(ledger: DecisionLog, settings: Settings) -> None:
 def _refuse_process(ledger: DecisionLog, section: Vllm, settings: Settings) -> None:
     if section.python is None and not ledger.has("vllm"):
         ledger.refuse(
-            "generate.backend is vllm, and vLLM is not installed beside memtrain",
+            "generate.backend is vllm, but vLLM is not installed in this environment",
             "generate.backend",
             "install it in an environment of its own (docs/generation.md) and give its interpreter: "
             "generate: {vllm: {python: ~/envs/vllm/bin/python}}; or set generate.backend: native",
@@ -169,7 +169,7 @@ def _refuse_process(ledger: DecisionLog, section: Vllm, settings: Settings) -> N
     if section.devices and len(section.devices) != settings.num_processes:
         ledger.refuse(
             f"generate.vllm.devices names {len(section.devices)}, and each of {settings.num_processes} "
-            "processes has a vLLM of its own",
+            "processes starts its own vLLM",
             "generate.vllm.devices",
             f"name {settings.num_processes}, or set cluster.processes: {len(section.devices)}",
         )

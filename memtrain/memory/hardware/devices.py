@@ -84,7 +84,7 @@ class Hardware:
         card = named_card(name)
         if card is None and is_of_amd(name):
             raise RecipeError(
-                f"{name} is a GPU of AMD, and nothing of memtrain was run on ROCm",
+                f"{name} is an AMD GPU, and memtrain has not been run on ROCm",
                 where="--gpu",
                 fix="name an NVIDIA card; or give the size with --budget 192GiB, for the bytes alone",
             )

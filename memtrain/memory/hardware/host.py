@@ -66,6 +66,6 @@ def given() -> int:
         found = None
     if not isinstance(found, int) or found <= 0:
         raise RecipeError(
-            f"{VARIABLE} is {text}, which is no size", f"${VARIABLE}", "write it as 128GiB, or unset it"
+            f"{VARIABLE} is {text}, which is not a size", f"${VARIABLE}", "write it as 128GiB, or unset it"
         )
     return found

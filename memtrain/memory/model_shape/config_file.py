@@ -128,7 +128,7 @@ def read_json_object(file: Path, key: str, missing: str = "") -> dict[str, Any]:
         what = f"{file} is empty" if not raw.strip() else f"{file} is not JSON: {reason}"
         raise LaunchError(what, key, again) from None
     if not isinstance(given, dict):
-        raise LaunchError(f"{file} holds no JSON object", key, again)
+        raise LaunchError(f"{file} is not a JSON object", key, again)
     return cast(dict[str, Any], given)
 
 

@@ -57,6 +57,6 @@ def explain_tile(ledger: DecisionLog, chosen: Priced) -> None:
         return
     is_open = ledger.asked.recipe.memory.loss_chunk_size == "auto"
     is_larger = settings.loss_tile_bytes > TILE_BYTES
-    why = "the LM head is read less often" if is_larger else "larger tiles do not fit, or are no faster"
+    why = "the LM head is read less often" if is_larger else "larger tiles do not fit, or are not faster"
     why = why if is_open else ""
     ledger.decide("loss_chunk_size", gib(settings.loss_tile_bytes), why, PATH)

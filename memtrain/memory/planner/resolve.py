@@ -281,7 +281,7 @@ def _excludes_all(case: StrategyContext, base: Settings) -> RecipeError:
         settings = settings.model_copy(update={"offload": "all"})
     pair = excluded(settings)
     if pair is not None:
-        what = f"{pair.strategy} cannot be with {pair.other.replace('_', ' ')}: {pair.reason}"
+        what = f"{pair.strategy} cannot be combined with {pair.other.replace('_', ' ')}: {pair.reason}"
         key = "memory.use"
         if pair.strategy not in memory.use:
             key = next(iter(STRATEGIES[pair.strategy].use_keys(case.recipe)), key)

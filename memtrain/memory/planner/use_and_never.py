@@ -43,7 +43,7 @@ def with_use_and_never(asked: SourcedRecipe) -> SourcedRecipe:
     ]
     faults += [
         Fault(
-            f"{first} cannot be with {second}: {ONE_OF[STRATEGIES[first].axis]}",
+            f"{first} cannot be combined with {second}: {ONE_OF[STRATEGIES[first].axis]}",
             asked.where("memory.use"),
             "remove one of them",
         )

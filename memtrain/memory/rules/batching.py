@@ -64,7 +64,7 @@ def micro_batch_candidates(
     if train.micro_tokens != "auto":
         if not padding_free:
             ledger.refuse(
-                "train.micro_tokens counts the tokens of concatenated rows, and this run pads its rows",
+                "train.micro_tokens counts the tokens of concatenated rows, but this run pads its rows",
                 "train.micro_tokens",
                 "use train.micro_batch_size, or length.padding_free: true",
             )

@@ -89,13 +89,13 @@ def refuse_engine(ledger: DecisionLog, processes: int, dtype: str) -> None:
         return
     if asked in ZERO and processes > 1 and not ledger.has(PACKAGE):
         ledger.refuse(
-            f"cluster.engine {asked} is DeepSpeed's, which is not installed",
+            f"cluster.engine {asked} needs DeepSpeed, which is not installed",
             PATH,
             "pip install 'memtrain[deepspeed]', or set cluster.engine: fsdp2",
         )
     if asked != "ddp" and processes == 1:
         ledger.refuse(
-            f"cluster.engine {asked} divides weights or states over processes, and this run has one process",
+            f"cluster.engine {asked} divides weights or states over processes, but this run has one process",
             PATH,
             "remove it, or set cluster.processes",
         )
@@ -175,7 +175,7 @@ def _refuse_offload(ledger: DecisionLog, processes: int) -> None:
         return
     if cluster.engine == "auto" and processes == 1:
         ledger.refuse(
-            f"cluster.cpu_offload {cluster.cpu_offload} moves shards, and this run has one process",
+            f"cluster.cpu_offload {cluster.cpu_offload} moves shards, but this run has one process",
             "cluster.cpu_offload",
             "use memory.optimizer_offload: on, or set cluster.processes",
         )

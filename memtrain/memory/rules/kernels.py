@@ -70,7 +70,7 @@ def _uses_liger(ledger: DecisionLog, hardware: Hardware, not_ligers: str, *, has
         return False
     if not_ligers:
         if wanted == "on":
-            ledger.refuse(f"model.liger is on, and {not_ligers}", "model.liger", "set model.liger: auto")
+            ledger.refuse(f"model.liger is on, but {not_ligers}", "model.liger", "set model.liger: auto")
         ledger.decide("liger", False, not_ligers, "model.liger")
         return False
     is_presumed = ledger.presumes("liger_kernel")
@@ -105,11 +105,11 @@ def _kernels(ledger: DecisionLog, hardware: Hardware, why_not: str, uses_liger: 
     wanted = ledger.asked.recipe.model.kernels
     if wanted == "fused" and why_not:
         ledger.refuse(
-            f"model.kernels is fused, and {why_not}", "model.kernels", "set model.kernels: transformers"
+            f"model.kernels is fused, but {why_not}", "model.kernels", "set model.kernels: transformers"
         )
     if wanted == "fused" and uses_liger:
         ledger.refuse(
-            "model.kernels is fused, and model.liger: on has its own kernels for the same parts",
+            "model.kernels is fused, but model.liger: on has its own kernels for the same parts",
             "model.kernels",
             "set model.liger: off, or model.kernels: auto",
         )

@@ -92,7 +92,7 @@ def decide_device(ledger: DecisionLog, hardware: Hardware) -> int:
     cluster = ledger.asked.recipe.cluster
     if cluster.device == "cuda" and hardware.device != "cuda":
         ledger.refuse(
-            "cluster.device is cuda, and no CUDA device is visible here",
+            "cluster.device is cuda, but no CUDA device is visible here",
             "cluster.device",
             "run on a machine with one (nvidia-smi lists them), or set cluster.device: cpu",
         )
@@ -167,7 +167,7 @@ def decide_attention(
         wanted = "transformers"
     elif padded and wanted != "transformers":
         ledger.refuse(
-            f"attention {wanted} needs concatenated rows, and rows are padded ({padded})",
+            f"attention {wanted} needs concatenated rows, but rows are padded ({padded})",
             "model.attention",
             f"leave model.attention out, or {padded.partition(':')[0]}",
         )
@@ -237,7 +237,7 @@ def refuse_what_cannot_run(ledger: DecisionLog, hardware: Hardware) -> None:
         ledger.decide("quantize", "8bit", reason, "model.quantize")
     if optim.master_weights is True and recipe.model.dtype == "float32":
         ledger.refuse(
-            "optim.master_weights keeps float32 copies, and the weights are float32 already",
+            "optim.master_weights keeps float32 copies, but the weights are float32 already",
             "optim.master_weights",
             "remove it, or set model.dtype: bfloat16",
         )
@@ -246,11 +246,11 @@ def refuse_what_cannot_run(ledger: DecisionLog, hardware: Hardware) -> None:
         get = "pip install 'memtrain[liger]' on a CUDA machine"
         if model.liger == "on":
             ledger.refuse(
-                f"model.liger is on, and Liger {why}", "model.liger", f"{get}, or set model.liger: auto"
+                f"model.liger is on, but Liger {why}", "model.liger", f"{get}, or set model.liger: auto"
             )
         if recipe.memory.loss == "liger":
             ledger.refuse(
-                f"memory.loss is liger, and Liger {why}",
+                f"memory.loss is liger, but Liger {why}",
                 "memory.loss",
                 f"{get}, or set memory.loss: chunked",
             )

@@ -15,15 +15,15 @@ STREAMED = SLICED
 """Back ends that attend from a slice to the keys before it."""
 
 OF_ALL_TOKENS = (
-    "8-bit weights are multiplied with numbers that are rounded by all tokens of a call together: which "
-    "columns stay in half precision depends on the slice"
+    "LLM.int8 chooses the columns that stay in half precision from all tokens of a call, so the choice "
+    "would depend on the slice"
 )
 """Source: bitsandbytes 0.50.2, MatMul8bitLt: columns in which any token is above the threshold."""
 
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2")
 """Engines that slices run under: whole weights, or layers gathered once for all their slices."""
 
-BY_HEADS = "heads are dealt out for whole rows, and a slice has not the tokens of the other processes"
+BY_HEADS = "attention heads are divided for whole rows, and a slice lacks the tokens of the other processes"
 
 BY_MODULE = (
     "ZeRO-3 gathers weights and cuts up gradients module by module, in each module's own passes: a layer in "

@@ -20,7 +20,7 @@ MOST_PADDING = 1024
 WHY = {
     "model": "a model beside the student, asked in every step; frozen",
     "adapter_off": "the student without its adapter: no weights of its own, one more forward pass",
-    "file": "the likeliest tokens from a file: no teacher is loaded",
+    "file": "top-k tokens from a file: no teacher is loaded",
 }
 """Each source of a teacher's distribution in words."""
 

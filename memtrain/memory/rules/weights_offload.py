@@ -13,8 +13,8 @@ from memtrain.recipes.recipe import Recipe
 PATH = "memory.weights_offload"
 
 EACH_ITS_OWN = (
-    "each process brings in weights of its own: frozen ones, under an adapter and cluster.engine: ddp, each "
-    "process a whole row"
+    "with several processes, only the frozen weights under an adapter can wait on the host, with "
+    "cluster.engine: ddp and whole rows in each process"
 )
 SENT = "weights are sent to vLLM from the device"
 SHARED_KEYS = "its layers hand keys and values to each other beside the hidden states"

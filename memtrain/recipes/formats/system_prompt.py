@@ -20,7 +20,7 @@ def with_system(example: Example, system: str | None) -> Example:
     given: Any = getattr(example, field, None)
     if not isinstance(given, tuple):
         raise BadRow(
-            "the row is not a conversation, and data.system_prompt is set",
+            "data.system_prompt is set, but the row is not a conversation",
             "write the row as messages, or remove data.system_prompt",
         )
     if given and given[0]["role"] == "system":

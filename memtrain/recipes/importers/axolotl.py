@@ -165,7 +165,7 @@ def _rows(reading: ToolReading) -> None:
     _tokens(reading)
     for key in ("added_tokens_overrides", "eot_tokens"):
         if reading.get(key):
-            reading.lose(key, "tokens of your own: add them to the tokenizer that `model.tokenizer` names")
+            reading.lose(key, "your own tokens: add them to the tokenizer that `model.tokenizer` names")
     template = reading.get("chat_template_jinja")
     if template:
         reading.set_recipe("model.chat_template", template)

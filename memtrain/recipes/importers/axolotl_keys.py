@@ -11,7 +11,7 @@ _UPLOAD = Unmapped("nothing is uploaded; `hf upload` takes the run's final/ fold
 _PREPARED = Automatic("tokenized rows are kept in memtrain's own cache (data.cache_dir)")
 _LOADER = Automatic("rows are read from memory-mapped files; there are no loader processes to set")
 _EXOTIC = Unmapped("methods that memtrain does not have")
-_KERNEL = Unmapped("kernels of a tool's own; `model.liger` and `memory.loss` name the available kernels")
+_KERNEL = Unmapped("the tool's own kernels; `model.liger` and `memory.loss` name the available kernels")
 _IMAGES = Unmapped("rows are text")
 _PEFT = Unmapped("LoRA here has a rank, a scale, a dropout and module names")
 
@@ -65,7 +65,7 @@ MODEL: dict[str, ToolRule] = {
         ReadTogether(),
     ),
     "overrides_of_model_config": Unmapped(
-        "changes of the model's configuration: write them into its config.json"
+        "changes to the model's configuration: write them into its config.json"
     ),
     "overrides_of_model_kwargs": Unmapped("arguments of the model's loading"),
     "rope_scaling": Unmapped("scaled positions: write rope_scaling into the model's config.json"),
@@ -76,9 +76,9 @@ MODEL: dict[str, ToolRule] = {
     "bfloat16": ReadTogether(),
     "float16": ReadTogether(),
     "float32": ReadTogether(),
-    "tf32": Automatic("TensorFloat-32 is left as torch has it"),
-    "fp8": Unmapped("8-bit floating-point training"),
-    "fp8_enable_fsdp_float8_all_gather": Unmapped("8-bit floating-point training"),
+    "tf32": Automatic("TensorFloat-32 keeps torch's setting"),
+    "fp8": Unmapped("FP8 training"),
+    "fp8_enable_fsdp_float8_all_gather": Unmapped("FP8 training"),
     **dict.fromkeys(("fp32_norms", "fp32_norm_classes"), Automatic("norms are computed in float32")),
     **dict.fromkeys(
         (

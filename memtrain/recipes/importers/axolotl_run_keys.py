@@ -9,12 +9,12 @@ _UPLOAD = Unmapped("nothing is uploaded; `hf upload` takes the run's final/ fold
 _TRACKER = Unmapped("the trackers are tensorboard, wandb, mlflow and trackio")
 _SHOWN = Automatic("metrics.jsonl has every step")
 _EVAL_EXTRA = Unmapped("metrics of generated text in evaluation")
-_LR = Unmapped("rates of single modules, or schedules of another form")
+_LR = Unmapped("learning rates of single modules, and other schedules")
 _EXOTIC = Unmapped("methods that memtrain does not have")
 _COMPILE = Unmapped("a model compiled as a whole; `model.compile: on` compiles its layers")
 _SPLIT = Unmapped("`cluster.engine` and `cluster.context_parallel` divide a run")
 _DDP = Automatic("gradients are exchanged by memtrain's own fixed-order sum")
-_ASYNC = Unmapped("rollouts are not written ahead of the steps")
+_ASYNC = Unmapped("rollouts are never generated ahead of the optimizer steps")
 
 TRAINING: dict[str, ToolRule] = {
     "micro_batch_size": TrlKey("per_device_train_batch_size"),
@@ -45,7 +45,7 @@ TRAINING: dict[str, ToolRule] = {
     "gradient_checkpointing_kwargs": Automatic("the plan chooses how"),
     "selective_checkpointing": Unmapped("layers are checkpointed whole, every one or every n-th"),
     "activation_offloading": ReadTogether(),
-    "layer_offloading": Unmapped("frozen layers that wait on the host"),
+    "layer_offloading": Unmapped("frozen layers kept on the host"),
     "tiled_mlp": ReadTogether(),
     **dict.fromkeys(
         ("tiled_mlp_*", "gc_steps", "gc_collect_steps", "torch_empty_cache_steps"),
@@ -133,7 +133,7 @@ ONLINE: dict[str, ToolRule] = {
         )
     },
     "trl.vllm_guided_decoding_regex": TrlKey("vllm_structured_outputs_regex"),
-    "trl.rollout_func": Unmapped("a rollout function of your own"),
+    "trl.rollout_func": Unmapped("your own rollout function"),
     "trl.reward_num_workers": Automatic("rewards run in processes of their own"),
     "trl.skip_zero_advantage_batches": Automatic("groups without a signal are left out of the passes"),
     "trl.*": _ASYNC,
@@ -195,7 +195,7 @@ RUN: dict[str, ToolRule] = {
     "early_stopping_patience": RecipeKey("eval.early_stopping.patience"),
     **dict.fromkeys(
         ("loss_watchdog_*",),
-        Unmapped("a run ends where the loss is no number"),
+        Unmapped("a run always ends when the loss is not finite"),
     ),
     **dict.fromkeys(
         (

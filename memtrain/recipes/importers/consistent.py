@@ -52,7 +52,7 @@ CLASHES: tuple[Clash, ...] = (
     Clash("eval.every_steps", lambda made: not _holds_out(made), "no rows are held out"),
     Clash("eval.at_start", lambda made: not _holds_out(made), "no rows are held out"),
     Clash("save.keep_best", lambda made: not _holds_out(made), "no rows are held out to compare losses on"),
-    Clash("data.eval_fraction", lambda made: _has(made, "data.eval"), "held-out rows are given twice"),
+    Clash("data.eval_fraction", lambda made: _has(made, "data.eval"), "held-out rows are set twice"),
     Clash("length.max_prompt", lambda made: made.method == "sft", "rows are trained on whole"),
     Clash("dpo.simpo_gamma", lambda made: not _loss_reads(made, "simpo_gamma"), "the loss does not read it"),
     Clash("dpo.beta", lambda made: not _loss_reads(made, "beta"), "the loss does not read it"),

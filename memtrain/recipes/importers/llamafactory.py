@@ -8,7 +8,7 @@ from memtrain.recipes.importers.tool import Tool, ToolReading, ToolRule, TrlKey
 from memtrain.recipes.trl.rules import Automatic, ReadTogether, RecipeKey, Unmapped
 
 _CACHE = Automatic("tokenized rows are kept in memtrain's own cache (data.cache_dir)")
-_TOKENS = Unmapped("tokens of your own: add them to the tokenizer that `model.tokenizer` names")
+_TOKENS = Unmapped("your own tokens: add them to the tokenizer that `model.tokenizer` names")
 _IMAGES = Unmapped("rows are text", (None, False, 262144, 1024, 589824, 2.0, 128, 16000))
 _OTHER = Unmapped("methods that memtrain does not have")
 _UNUSED = Automatic("inference and export have commands of their own")
@@ -29,7 +29,7 @@ KEYS: dict[str, ToolRule] = {
     "quantization_method": Unmapped("weights are quantized by bitsandbytes", (None, "bnb", "bitsandbytes")),
     "quantization_type": TrlKey("bnb_4bit_quant_type"),
     "double_quantization": Automatic("the scales of 4-bit weights are always quantized too"),
-    "quantization_device_map": Automatic("the plan says where weights are"),
+    "quantization_device_map": Automatic("the plan decides where weights are kept"),
     "rope_scaling": Unmapped("scaled positions: write rope_scaling into the model's config.json"),
     "shift_attn": _OTHER,
     "mixture_of_depths": _OTHER,
@@ -64,7 +64,7 @@ KEYS: dict[str, ToolRule] = {
     "use_dft_loss": _TOGETHER,
     "use_asft_loss": _OTHER,
     "use_eaft_loss": _OTHER,
-    "fp8": Unmapped("8-bit floating-point training"),
+    "fp8": Unmapped("FP8 training"),
     "dataset": _TOGETHER,
     "dataset_dir": _TOGETHER,
     "eval_dataset": _TOGETHER,
@@ -184,7 +184,7 @@ KEYS: dict[str, ToolRule] = {
         ("compute_dtype", "device_map", "model_max_length", "block_diag_attn"), Automatic("no key of a file")
     ),
     "overwrite_output_dir": Automatic("a run continues from its run folder; `--no-resume` starts over"),
-    "predict_with_generate": Unmapped("texts that are written in evaluation"),
+    "predict_with_generate": Unmapped("text generation during evaluation"),
     "lora_modules_to_save": TrlKey("lora_modules_to_save"),
 }
 """Every key of its own by its name; keys of transformers' trainer are TRL's."""

@@ -78,7 +78,7 @@ def calls_of(text: str, name: str) -> list[Call]:
         line = getattr(error, "lineno", None)
         where = f"{name}:{line}" if line else name
         raise RecipeError(
-            f"{name} is no Python: {getattr(error, 'msg', error)}", where, "fix the script"
+            f"{name} is not valid Python: {getattr(error, 'msg', error)}", where, "fix the script"
         ) from None
     known: dict[str, Any] = {}
     found: list[Call] = []

@@ -150,7 +150,7 @@ def _one(tool: Tool, reading: ToolReading, key: str, value: object) -> None:
                 return  # Nothing is written there.
             near = difflib.get_close_matches(key, tool.keys, n=1)
             asks = f"; did you mean {near[0]}?" if near else ""
-            reading.lose(key, f"no key of {tool.title} that is known here{asks}")
+            reading.lose(key, f"not a known key of {tool.title}{asks}")
 
 
 def _word(value: object, values: Mapping[object, object]) -> object:

@@ -21,9 +21,9 @@ KEYS: dict[str, ToolRule] = {
     "model.partial_pretrain": TrlKey("model_name_or_path"),
     f"{_AR}.model.tokenizer_path": RecipeKey("model.tokenizer"),
     f"{_AR}.model.custom_chat_template": Unmapped(
-        "a template of your own: `model.chat_template` names a Jinja file"
+        "your own template: `model.chat_template` names a Jinja file"
     ),
-    "data.chat_template": Unmapped("a template of your own: `model.chat_template` names a Jinja file"),
+    "data.chat_template": Unmapped("your own template: `model.chat_template` names a Jinja file"),
     "*model.trust_remote_code": TrlKey("trust_remote_code"),
     "data.trust_remote_code": TrlKey("trust_remote_code"),
     f"{_AR}.model.enable_gradient_checkpointing": TrlKey("gradient_checkpointing"),
@@ -42,7 +42,7 @@ KEYS: dict[str, ToolRule] = {
     ),
     f"{_AR}.model.exclude_modules": Unmapped("modules left out of an adapter: name the adapted modules"),
     f"{_AR}.model.override_config": Unmapped(
-        "changes of the model's configuration: write them into its config.json", (None, {}, [])
+        "changes to the model's configuration: write them into its config.json", (None, {}, [])
     ),
     **dict.fromkeys(
         (f"{_AR}.model.use_remove_padding", f"{_AR}.actor.use_remove_padding", "use_remove_padding"), _T
@@ -51,7 +51,7 @@ KEYS: dict[str, ToolRule] = {
     f"{_AR}.model.tiled_mlp.enabled": Unmapped(
         "layers in slices: memory.streamed_layers goes over whole layers"
     ),
-    f"{_AR}.model.mtp.enable": Unmapped("heads for several tokens"),
+    f"{_AR}.model.mtp.enable": Unmapped("multi-token prediction heads"),
     f"{_AR}.model.*": _ENGINE,
     "model.*": _T,
     # rows
@@ -72,7 +72,7 @@ KEYS: dict[str, ToolRule] = {
         Unmapped("a number of rows: `limit` of each source in data.train", (None, -1)),
     ),
     **dict.fromkeys(
-        ("data.custom_cls.*", "data.datagen.*", "data.sampler.*"), Unmapped("a data class of your own")
+        ("data.custom_cls.*", "data.datagen.*", "data.sampler.*"), Unmapped("your own data class")
     ),
     "data.tool_config_path": _TURNS,
     "data.*": _DATA,

@@ -69,8 +69,8 @@ class Source(Section):
 
     weight: Annotated[float, Field(gt=0)] | None = None
     """Share of this source in the mixture, relative to the others: rows are sampled (never just the first
-    ones), other ones in every epoch (of eight epochs; then again); above one pass, rows repeat. Not given
-    anywhere: every row of every source once."""
+    ones), different ones in each of eight epochs, then the same again; above one pass, rows repeat. If no
+    source has one: every row of every source once."""
 
     limit: PositiveInt | None = None
     """Use at most this many rows, sampled with the seed."""
@@ -154,25 +154,26 @@ class Data(Section):
     unit is a longer row: more context to learn from, and more memory unless `length` cuts it."""
 
     completion_only_loss: bool | None = None
-    """Learn only the completion. Not given: yes for prompt-completion rows."""
+    """Train on the completion only. If not set: yes for prompt-completion rows."""
 
     assistant_only_loss: bool = False
-    """Learn only the assistant's words (rows of messages): by the generation marks of the chat template, or
-    by the text that the template writes for each beginning of the conversation. A message with `weight: 0`
-    or `train: false` is never trained on, here or where all turns are."""
+    """Train on the assistant's turns only (rows of messages). They are found by the generation marks of
+    the chat template, or by the text that the template writes for each beginning of the conversation. A
+    message with `weight: 0` or `train: false` is never trained on, with this setting or without."""
 
     last_turn_only_loss: bool = False
-    """Of what the assistant says, learn only its last turn (rows of messages)."""
+    """Train on the assistant's last turn only (rows of messages)."""
 
     chat_template_kwargs: dict[str, JsonValue] = {}
-    """Arguments of the chat template: `{enable_thinking: false}`. Those of a source stand above them, and
-    those of a row (a column `chat_template_kwargs`) above both."""
+    """Arguments of the chat template: `{enable_thinking: false}`. Those of a source override them, and
+    those of a row (a column `chat_template_kwargs`) override both."""
 
     system_prompt: str | None = None
-    """System message of every conversation that has none of its own."""
+    """System message for every conversation that has none."""
 
     end_token: bool = True
-    """End every row with the end-of-sequence token, and learn it, where the format does not end by itself."""
+    """End every row with the end-of-sequence token, and train on it, where the format does not end by
+    itself."""
 
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be used stops the run, or is left out and counted."""
@@ -185,13 +186,13 @@ class Data(Section):
     """Processes that tokenize."""
 
     cache_dir: str | None = None
-    """Folder of tokenized rows. Not given: `$MEMTRAIN_CACHE`, else ~/.cache/memtrain."""
+    """Folder of tokenized rows. If not set: `$MEMTRAIN_CACHE`, else ~/.cache/memtrain."""
 
     @model_validator(mode="after")
     def _one_held_out(self) -> Data:
         if self.eval and self.eval_fraction:
             raise ValueError(
-                "held-out rows are given twice; set data.eval (rows of their own) or data.eval_fraction, "
+                "held-out rows are set twice; set data.eval (rows of their own) or data.eval_fraction, "
                 "not both"
             )
         named = [source.set for source in self.eval]

@@ -18,34 +18,34 @@ SET_MARK = "/"
 
 
 class EarlyStopping(Section):
-    """The end of a run whose held-out rows show no gain. Its best checkpoint is kept, and is the final model,
-    as with `save.keep_best`."""
+    """Early end of a run whose held-out rows show no gain. The best checkpoint is kept and becomes the
+    final model, as with `save.keep_best`."""
 
     patience: PositiveInt = 3
-    """Evaluations without a gain after which the run ends. Higher: more steps before it is sure."""
+    """Evaluations without a gain after which the run ends. Higher: more steps before the run ends."""
 
     min_gain: Annotated[float, Field(ge=0)] = 0.0
     """Least improvement on the best value so far that counts as a gain, in the metric's own unit."""
 
     metric: str | None = None
-    """Metric of the held-out rows that is watched. Not given: `loss`; of online methods `reward`. Others:
+    """Metric of the held-out rows that is watched. If not set: `loss`; of online methods `reward`. Others:
     `accuracy` (sft), `rewards/accuracies` and `rewards/margins` (preferences), the name of a metric of
     `eval.metrics`; of one evaluation set with its name before it: `math/loss`."""
 
     greater_is_better: bool | None = None
-    """Direction of the metric. Not given: the loss falls, all others rise."""
+    """Direction of the metric. If not set: lower is better for the loss, higher for all others."""
 
 
 class Samples(Section):
-    """Prompts that the model goes on from while it trains, shown side by side over the steps in the report.
-    They move no number of the training."""
+    """Prompts that the model continues during training, shown side by side over the steps in the report.
+    They do not change the training."""
 
     prompts: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(min_length=1)]
-    """A prompt, or a list of them. Of runs on conversations each is a user's turn, written by the chat
-    template (after `data.system_prompt`); else plain text that is continued."""
+    """A prompt, or a list of them. In runs on conversations each is a user turn, rendered by the chat
+    template (after `data.system_prompt`); otherwise plain text that is continued."""
 
     every_steps: PositiveInt | None = None
-    """Write every n optimizer steps, and after the last. Not given: at the end of every epoch."""
+    """Write every n optimizer steps, and after the last. If not set: at the end of every epoch."""
 
     at_start: bool = True
     """Write before the first step too: what the model wrote before it was trained."""
@@ -54,24 +54,24 @@ class Samples(Section):
     """Longest completion in tokens. Higher: more time, more memory for keys and values."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """0: the likeliest token. Above: sampled, by the same numbers at every step."""
+    """0: greedy. Above: sampled, with the same random numbers at every step."""
 
 
 class Metrics(Rewards):
-    """Metrics of completions: a function reads what the model writes for prompts of held-out rows. Functions
-    are called as rewards are, with the same rules of errors and time."""
+    """Metrics of completions: functions read what the model writes for prompts of held-out rows. They are
+    called like reward functions, with the same rules for errors and timeouts."""
 
     KEY: ClassVar[str] = "eval.metrics"
 
     max_rows: PositiveInt = 64
-    """Held-out rows (of each evaluation set) whose prompts are answered, evenly spaced. Higher: a surer mean,
-    more time for each evaluation."""
+    """Held-out rows (of each evaluation set) whose prompts are answered, evenly spaced. Higher: a more
+    reliable mean, more time for each evaluation."""
 
     max_tokens: PositiveInt = 256
     """Longest completion in tokens. Higher: more time, more memory for keys and values."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """0: the likeliest token. Above: sampled, by the same numbers at every evaluation."""
+    """0: greedy. Above: sampled, with the same random numbers at every evaluation."""
 
     @model_validator(mode="after")
     def _are_functions(self) -> Metrics:
@@ -98,29 +98,29 @@ class LmEval(Section):
     model."""
 
     tasks: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(min_length=1)]
-    """Names of its tasks or groups (`lm-eval ls tasks`), or YAML files of your own."""
+    """Names of its tasks or groups (`lm-eval ls tasks`), or your own YAML files."""
 
     limit: PositiveInt | None = None
-    """Rows of each task. Not given: all of them."""
+    """Number of rows per task. If not set: all."""
 
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
-    """Examples before each question. Not given: as each task says."""
+    """Number of few-shot examples. If not set: as each task says."""
 
     batch_size: PositiveInt = 8
     """Rows that are computed at once. Higher: more memory, faster."""
 
     include_path: str | None = None
-    """Folder with tasks of your own."""
+    """Folder with your own tasks."""
 
     apply_chat_template: bool = False
-    """Ask through the model's chat template."""
+    """Apply the model's chat template."""
 
 
 class Eval(Section):
-    """Loss on held-out rows, metrics of what the model writes, and samples."""
+    """Loss on held-out rows, metrics of generated text, and samples."""
 
     every_steps: PositiveInt | None = None
-    """Evaluate every n optimizer steps. Not given: at the end of every epoch."""
+    """Evaluate every n optimizer steps. If not set: at the end of every epoch."""
 
     at_start: bool = False
     """Evaluate before the first step too."""
@@ -129,21 +129,21 @@ class Eval(Section):
     """Use at most this many held-out rows, of each evaluation set."""
 
     samples: Samples | None = None
-    """Fixed prompts that the model answers during the run: `{prompts: [...], every_steps: 50}`. Not of online
-    methods, whose completions are shown already."""
+    """Fixed prompts that the model answers during the run: `{prompts: [...], every_steps: 50}`. Not for
+    online methods, which show their completions anyway."""
 
     metrics: Metrics | None = None
-    """Metrics from functions, for SFT and preference methods: `{functions: ./metrics.py:exact}`. A function
-    gets what a reward gets, and as `reference` (or `answer`) the answer of the row, of a pair the chosen one.
-    Its mean is a metric of each evaluation, under its name."""
+    """Metrics from functions, for SFT and preference methods: `{functions: ./metrics.py:exact}`. A
+    function gets the arguments of a reward function, and as `reference` (or `answer`) the answer of the
+    row (of a pair, the chosen one). Its mean is reported by each evaluation under its name."""
 
     lm_eval: LmEval | None = None
-    """Run benchmarks of lm-evaluation-harness on the final model when the run is done, in a process of their
-    own: `{tasks: [gsm8k, ifeval], limit: 200}`. Their results are in RUN/lm_eval.json. `memtrain lm-eval RUN`
-    runs them later."""
+    """Run benchmarks of lm-evaluation-harness on the final model when the run is done, in a separate
+    process: `{tasks: [gsm8k, ifeval], limit: 200}`. Their results are in RUN/lm_eval.json. `memtrain
+    lm-eval RUN` runs them later."""
 
     early_stopping: EarlyStopping | None = None
-    """End the run when held-out rows show no gain: `{patience: 3}`. Not given: it makes all its steps."""
+    """End the run when held-out rows show no gain: `{patience: 3}`. If not set: all steps are made."""
 
     @property
     def metric_names(self) -> tuple[str, ...]:

@@ -11,11 +11,11 @@ from memtrain.recipes.sections.vllm import Vllm
 
 
 class Generate(Section):
-    """Completions for each prompt, and how their tokens are chosen."""
+    """Completions for each prompt, and how their tokens are sampled."""
 
     num_generations: PositiveInt = 8
-    """Completions of one prompt: the group that they are compared in, at least 2 (`ppo`: 1). Their prompt is
-    computed once. Higher: a better baseline, more time."""
+    """Completions of one prompt, which form a group: at least 2 (`ppo`: 1). Their prompt is computed once.
+    Higher: a better baseline, more time."""
 
     max_tokens: PositiveInt = 256
     """Longest completion in tokens; a longer one is cut. Higher: more time, more memory."""
@@ -24,13 +24,13 @@ class Generate(Section):
     """Logits are divided by it, in sampling and in the loss. Higher: more varied."""
 
     top_k: PositiveInt | None = None
-    """Choose among the k likeliest tokens. Not given: among all."""
+    """Sample from the k most likely tokens. If not set: from all."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Choose among the likeliest tokens that have this much probability together."""
+    """Sample from the most likely tokens whose probabilities sum to this."""
 
     min_p: Fraction = 0.0
-    """Choose among tokens that have at least this share of the likeliest one's probability."""
+    """Sample from tokens with at least this share of the most likely token's probability."""
 
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     """Above 1: tokens that were written before, or are in the prompt, become less likely."""
@@ -39,16 +39,17 @@ class Generate(Section):
     """Texts that end a completion, beside the end-of-sequence token."""
 
     backend: Literal["auto", "native", "transformers", "vllm"] = "auto"
-    """`native`: the module that is trained, each prompt read once for its group. `transformers`: its own
-    `generate`, for architectures that native cannot. `vllm`: an engine with weights of its own, which are
-    renewed for each rollout (docs/generation.md). `auto`: native wherever it can, else transformers."""
+    """`native`: the trained module itself; each prompt is computed once for its group. `transformers`: the
+    `generate` of transformers, for architectures that native does not support. `vllm`: a vLLM engine with
+    its own copy of the weights, updated for each rollout (docs/generation.md). `auto`: native wherever it
+    can, else transformers."""
 
     vllm: Vllm | None = None
     """`backend: vllm`: the place of the engine and its share of memory."""
 
     max_logprob_gap: Annotated[float, Field(gt=0)] | None = 0.3
-    """End the run when the sampler's log-probs are this far from the trainer's, in nats, on average over a
-    step: its weights are old ones, or another model's. null: never."""
+    """End the run when the sampler's log-probs differ from the trainer's by this much, in nats, on average
+    over a step: it then samples from outdated weights, or from another model. null: never."""
 
     gather_weights: Literal["auto", "on", "off"] = "auto"
     """Gathering of weights for generation where every process holds a part of them (`fsdp2`, `zero3`): `on`
@@ -56,18 +57,18 @@ class Generate(Section):
     slower. Same completions. `auto`: gathered where that fits."""
 
     rows: PositiveInt | Literal["auto"] = "auto"
-    """Completions that are written at a time. Higher: faster, more memory for keys. Same completions.
-    `auto`: as many as stay below the memory that the update needs anyway."""
+    """Completions generated at a time. Higher: faster, more memory for the KV cache. Same completions.
+    `auto`: as many as fit into the memory that the update needs anyway."""
 
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """The native sampler captures the pass that writes a token, and starts all its kernels by one call. Same
-    completions. `auto`: on a GPU where every process holds all weights, in full precision."""
+    """Capture the native sampler's decoding pass as a CUDA graph, which launches all its kernels in one
+    call. Same completions. `auto`: on a GPU where every process holds all weights, in full precision."""
 
     show: Annotated[int, Field(ge=0)] = 4
     """Completions of each logged step that are kept in completions.jsonl, with their rewards."""
 
     eval_temperature: Annotated[float, Field(ge=0)] = 0.0
-    """For held-out prompts, one completion each; 0: the likeliest token."""
+    """Temperature for held-out prompts, one completion each; 0: greedy."""
 
     @model_validator(mode="after")
     def _stops_are_texts(self) -> Generate:

@@ -27,10 +27,10 @@ class Length(Section):
     null: rows are never cut (not with packing)."""
 
     truncation: Truncation | None = None
-    """Treatment of a longer row: its start is kept, its end is kept, or the row is left out. With answers,
-    `keep_end` cuts the beginning of the prompt and leaves the answers whole where they fit; `keep_start` cuts
-    the end of the answers. Not given: `keep_start` for `sft`, `keep_end` for all other methods, whose rows
-    begin with a prompt."""
+    """Handling of a longer row: its start is kept, its end is kept, or the row is left out. With answers,
+    `keep_end` cuts the beginning of the prompt and leaves the answers whole where they fit; `keep_start`
+    cuts the end of the answers. If not set: `keep_start` for `sft`, `keep_end` for all other methods,
+    whose rows begin with a prompt."""
 
     max_prompt: PositiveInt | None = None
     """Longest prompt in tokens (methods with answers); it is cut at the end that `truncation` does not
@@ -40,25 +40,26 @@ class Length(Section):
     """Longest answer in tokens (methods with answers); it is cut at its end."""
 
     shared_prompts: bool | None = None
-    """Compute a prompt once for all its answers (methods with answers). Same numbers. Not given: wherever a
-    back end can. false: once for each answer."""
+    """Compute a prompt once for all its answers (methods with answers). Same numbers. If not set: wherever
+    a back end can. false: once for each answer."""
 
     group_prompts: bool = False
-    """Lay all rows that have the same prompt into one sequence, up to 8 of them: the prompt is computed once
-    for all. A step's rows are then counted in prompts."""
+    """Put rows with the same prompt into one sequence, up to 8 of them, so that the prompt is computed
+    once. A step's rows are then counted in prompts."""
 
     packing: Packing = "none"
     """Fill sequences of `max_length` with several rows. `bfd`: best-fit decreasing, longer rows are
-    truncated; `bfd_split`: longer rows are split, no loss token is lost; `wrapped`: rows are concatenated and
-    cut, so that every sequence is full and a row's order is kept. Rows of which a cut leaves only the prompt
-    in one sequence cost `wrapped` tokens that teach nothing; `bfd_split` leaves such pieces out."""
+    truncated; `bfd_split`: longer rows are split, no loss token is lost; `wrapped`: rows are concatenated
+    and cut, so that every sequence is full and a row's order is kept. Where a cut leaves only the prompt
+    in a sequence, `wrapped` spends tokens that nothing is learned from; `bfd_split` leaves such pieces
+    out."""
 
     cross_document_attention: bool = False
     """With `wrapped`: let rows of one sequence attend to each other (pretraining style). false: they never
     do."""
 
     padding_free: bool | None = None
-    """Lay the rows of a micro-batch end to end instead of padding them. Not given: wherever a back end
+    """Lay the rows of a micro-batch end to end instead of padding them. If not set: wherever a back end
     keeps rows apart. Packing needs it."""
 
     pad_to_multiple_of: PositiveInt | None = None

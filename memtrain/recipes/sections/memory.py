@@ -73,7 +73,7 @@ class Memory(Section):
     """Strategies that must not be used."""
 
     allow: Annotated[tuple[Changing, ...], BeforeValidator(one_or_many)] = ()
-    """Strategies that change what is learned, and may be used where no exact plan fits."""
+    """Strategies that change the result of training, allowed where no exact plan fits."""
 
     activation_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Keep one tensor a layer and recompute the rest in the backward pass: much less memory, about a third
@@ -84,9 +84,9 @@ class Memory(Section):
     checkpointing is `auto` too, the distance that fits."""
 
     streamed_layers: Literal["auto", "on", "off"] = "auto"
-    """Each layer goes over a long row in slices, forward and backward, and keeps its input alone: memory of
-    one slice in place of a whole row, about as fast as checkpointing. Same numbers up to rounding; dropout
-    draws by slice. `auto`: where checkpointing does not fit."""
+    """Each layer processes a long row in slices, forward and backward, and keeps only its input: the
+    memory of one slice instead of a whole row, about as fast as checkpointing. Same numbers up to
+    rounding; dropout draws by slice. `auto`: where checkpointing does not fit."""
 
     slice_tokens: PositiveInt | Literal["auto"] = "auto"
     """Tokens of a slice. Higher: faster, more memory. `auto`: the longest of 32,768, 8,192 and 2,048 that
@@ -97,7 +97,7 @@ class Memory(Section):
     faster fits."""
 
     offload_keep: NonNegativeInt | Literal["auto"] = "auto"
-    """Number of the last checkpointed layers that keep their input on the device while the others' wait: less
+    """Number of last checkpointed layers whose input stays on the device instead of being offloaded: less
     to copy, more memory. Same numbers. `auto`: as many as make the step faster and fit."""
 
     offload_disk: str | None = None
@@ -105,13 +105,13 @@ class Memory(Section):
     takes is not in the plan. Same numbers."""
 
     offload_host: Bytes | None = None
-    """Most host memory of a process for offloaded activations; the oldest, which come back last, go to
-    `offload_disk`."""
+    """Largest host memory of a process for offloaded activations; beyond it the oldest, which are needed
+    last, go to `offload_disk`."""
 
     loss: Literal["auto", "chunked", "full", "liger"] = "auto"
     """`chunked`: LM head and loss in chunks; the logits are never whole in memory. `full`: the plain
-    computation. `auto`: the faster that fits; of equally fast ones the smaller. `liger`: Liger's kernel for
-    cross-entropy (CUDA, `pip install 'memtrain[liger]'`)."""
+    computation. `auto`: the faster one that fits; if both are equally fast, the smaller. `liger`: Liger's
+    kernel for cross-entropy (CUDA, `pip install 'memtrain[liger]'`)."""
 
     loss_chunk_size: Bytes | Literal["auto"] = "auto"
     """Size of one tile of logits in the chunked loss. Higher: fewer launches, the LM head is read less often,
@@ -121,23 +121,24 @@ class Memory(Section):
     """CUDA's caching allocator grows its segments instead of fragmenting them."""
 
     optimizer_offload: Literal["auto", "on", "off"] = "auto"
-    """Optimizer states (moments, float32 copies) wait in host memory and travel to the device for the step,
-    some at a time: 2 or 3 numbers a trained weight less on the device, a step slower by their way over the
-    bus. Same numbers. `auto`: where nothing faster fits."""
+    """Keep optimizer states (moments, float32 copies) in host memory and copy them to the device for the
+    step, some at a time: 2 or 3 numbers less on the device for each trained weight; steps are slower by
+    the copies. Same numbers. `auto`: where nothing faster fits."""
 
     weights_offload: Literal["auto", "on", "all", "off"] = "auto"
-    """The layers' weights live in host memory, and travel to the device for their layer's turn, two buffers
-    at a time; a model that is trained whole is stepped on the host. Same numbers; a step waits for the bus
-    where a micro-batch is short. `on`: an adapter stays on the device. `all`: it lives, and is stepped, on
-    the host too. Several processes: `on`, under an adapter and DDP. `auto`: where nothing faster fits."""
+    """Keep the layers' weights in host memory and copy them to the device when their layer runs, two
+    buffers at a time; with full fine-tuning the optimizer steps on the host. Same numbers; a step waits
+    for the bus where micro-batches are short. `on`: an adapter stays on the device. `all`: an adapter is
+    kept, and stepped, on the host too. Several processes: `on`, under an adapter and DDP. `auto`: where
+    nothing faster fits."""
 
     preflight: Literal["auto", "on", "off"] = "auto"
-    """Try the heaviest batch, an evaluation and a save before the first step, and undo it to the bit: a run
-    that would run out of memory at some later step ends in its first minute. `auto`: on a GPU."""
+    """Try the heaviest batch, an evaluation and a save before the first step, then restore the state
+    exactly: a run that would run out of memory later fails in its first minute instead. `auto`: on a GPU."""
 
     oom_recovery: Literal["on", "off"] = "on"
-    """Steps of recovery when memory runs out: make the step again in smaller parts, then with the strategies
-    that the recipe does not rule out. Same numbers up to rounding. `off`: the run ends."""
+    """Recovery when memory runs out: repeat the step in smaller parts, then with the strategies that the
+    recipe does not rule out. Same numbers up to rounding. `off`: the run ends."""
 
     measure_peaks: bool = True
     """Measure the peak of every phase and report it beside the prediction."""
@@ -179,7 +180,7 @@ class Memory(Section):
         named = " and ".join(f"memory.{name}" for name, is_given in given.items() if is_given)
         if named and self.activation_offloading == "off":
             raise ValueError(
-                f"{named} is for offloaded activations, and none are offloaded; remove it, or set "
+                f"{named} is for offloaded activations, but none are offloaded; remove it, or set "
                 "memory.activation_offloading: on"
             )
         if given["offload_disk"] != given["offload_host"]:

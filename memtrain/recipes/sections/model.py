@@ -66,11 +66,11 @@ class RopeScaling(Section):
     that one starts from, so that Llama 3.1's own factor is 8."""
 
     original_max_position_embeddings: PositiveInt | None = None
-    """Tokens that the scaling starts from. Not given: the model's own scaling of this kind, or its
+    """Tokens that the scaling starts from. If not set: the model's own scaling of this kind, or its
     `max_position_embeddings`."""
 
     attention_factor: Annotated[float, Field(gt=0)] | None = None
-    """`yarn`: scale of queries and keys. Not given: by the factor."""
+    """`yarn`: scale of queries and keys. If not set: by the factor."""
 
     beta_fast: Annotated[float, Field(gt=0)] | None = None
     """`yarn`: turns over the original length above which a frequency stays as it is."""
@@ -103,10 +103,10 @@ OF_KIND = {
 
 
 class Model(Section):
-    """Model that is trained. Give `path` (weights that exist) or `config` (random weights)."""
+    """Model to train: `path` (existing weights) or `config` (random weights)."""
 
     path: str | None = None
-    """Hub id or folder of a causal LM in the Hugging Face format; `builtin:tiny` is made on the spot."""
+    """Hub id or folder of a causal LM in the Hugging Face format; `builtin:tiny` is built on the spot."""
 
     config: str | dict[str, JsonValue] | None = None
     """A model configuration (a mapping with `model_type`, or the path of a config.json): random weights."""
@@ -117,14 +117,14 @@ class Model(Section):
     trust_remote_code: bool = False
     """Run the code that comes with the model, for architectures that transformers does not know. It can do
     anything that you can: read it first. Only with the code pinned: `model.revision` is a commit (40
-    hexadecimal digits), of a folder the `sha256:...` of its Python files, which the refusal tells. Its
-    tokenizer's code is never run."""
+    hexadecimal digits), for a folder, the `sha256:...` of its Python files, which the error message shows.
+    Its tokenizer's code is never run."""
 
     tokenizer: str | None = None
-    """Hub id or folder of the tokenizer; the model's own when not given. `builtin:tiny` is always at hand."""
+    """Hub id or folder of the tokenizer; by default the model's own. `builtin:tiny` is always available."""
 
     chat_template: str | None = None
-    """A Jinja file, or the name of a shipped training template, in place of the tokenizer's own."""
+    """A Jinja file, or the name of a shipped training template, instead of the tokenizer's own."""
 
     add_tokens: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
     """Tokens that the tokenizer does not have yet: their texts, or text files (`./tokens.txt`) with one a
@@ -158,16 +158,16 @@ class Model(Section):
     """Liger kernels for RMSNorm, SwiGLU and RoPE. `auto`: when installed and on CUDA."""
 
     kernels: Literal["auto", "fused", "transformers"] = "auto"
-    """RMSNorm, SwiGLU and RoPE in few kernels that keep less memory, or transformers' own code. The loss is
-    the same but for the order of sums in a norm, also in bfloat16; gradients are rounded less often. `auto`:
-    `fused` on CUDA without Liger, where the model's family has them. But for `transformers`, tiles of the
-    chunked loss have Triton kernels where Triton is installed: the torch form's numbers to rounding."""
+    """RMSNorm, SwiGLU and RoPE in few kernels that keep less memory, or transformers' own code. The loss
+    is the same but for the order of sums in a norm, also in bfloat16; gradients are rounded less often.
+    `auto`: `fused` on CUDA without Liger, where the model's family has them. Except with `transformers`,
+    the chunked loss uses Triton kernels where Triton is installed, equal to the torch form up to rounding."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile every decoder layer by itself (torch.compile): fewer, larger kernels, after a minute or more of
-    compiling. Numbers differ by what is rounded in between. `auto`: off, as it was not measured on a GPU."""
+    """Compile each decoder layer (torch.compile): fewer, larger kernels, after a minute or more of
+    compiling. Results differ by intermediate rounding. `auto`: off, as it was not measured on a GPU."""
 
     adapter: Adapter | None = None
-    """Train an adapter. Not given: every weight is trained."""
+    """Train an adapter. If not set: every weight is trained."""
 
     quantize: Literal["none", "4bit", "8bit"] = "none"
     """Keep the frozen weights in 4 or 8 bits (bitsandbytes; needs an adapter; computes in `model.dtype`).

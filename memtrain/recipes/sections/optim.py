@@ -44,7 +44,7 @@ class Optim(Section):
     """Optimizer steps of linear warm-up."""
 
     warmup_ratio: Fraction | None = None
-    """Warm-up as a fraction of all steps. Neither given: 0.03."""
+    """Warm-up as a fraction of all steps. If neither is set: 0.03."""
 
     min_lr_ratio: Fraction = 0.0
     """End of the schedule, as a fraction of `lr`."""
@@ -53,24 +53,25 @@ class Optim(Section):
     """Gradients are scaled down to this norm. null: never."""
 
     master_weights: bool | Literal["auto"] = "auto"
-    """Keep float32 copies of bfloat16 weights in the optimizer: 4 more bytes a weight (plus 2 for each moment
-    that is then float32), and small updates are not rounded away. `auto`: wherever bfloat16 weights are
-    trained. false: pure bfloat16, in which usual rates lose most updates; the plan tells their share."""
+    """Keep float32 copies of bfloat16 weights in the optimizer: 4 more bytes a weight (plus 2 for each
+    moment that is then float32), and small updates are not rounded away. `auto`: wherever bfloat16 weights
+    are trained. false: pure bfloat16, in which usual learning rates lose most updates to rounding; the
+    plan shows their share."""
 
     copies: Literal["auto", "float32", "split", "stochastic"] = "auto"
-    """Form in which the float32 numbers of bfloat16 weights wait between steps. `float32`: copies, 4 bytes a
-    weight. `split`: the bits that the weight has not, 2 bytes, the same numbers, a little slower.
-    `stochastic`: nothing; a weight is rounded up or down at random, right on average. `auto`: copies, or what
-    memory.allow names."""
+    """Storage of the float32 master copies of bfloat16 weights between steps. `float32`: whole copies, 4
+    bytes a weight. `split`: only the bits that the bfloat16 weight lacks, 2 bytes; the same numbers, a
+    little slower. `stochastic`: none; weights are rounded up or down at random, unbiased on average.
+    `auto`: whole copies, or what memory.allow names."""
 
     compressed_moments: bool = False
-    """AdamW's moments in 8 bits between steps: 2.25 bytes a weight in place of 8; rounded a little."""
+    """Keep AdamW's moments in 8 bits between steps: 2.25 bytes a weight instead of 8, slightly rounded."""
 
     in_backward: Literal["auto", "on", "off"] = "auto"
-    """Step each weight in the backward pass, as soon as its gradient is made, and free the gradient:
-    gradients are never there together. Exact with one micro-batch a step, one process and max_grad_norm:
-    null; refused otherwise. A step that runs out of memory cannot be made again. `auto`: where nothing else
-    fits."""
+    """Update each weight in the backward pass as soon as its gradient is ready, then free the gradient, so
+    that gradients are never all in memory. Exact with one micro-batch a step, one process and
+    max_grad_norm: null; refused otherwise. A step that runs out of memory cannot be repeated. `auto`:
+    where nothing else fits."""
 
     neftune_alpha: Annotated[float, Field(gt=0)] | None = None
     """Noise on the embeddings in training (arXiv:2310.05914); 5 is usual."""
@@ -79,6 +80,6 @@ class Optim(Section):
     def _one_warmup(self) -> Optim:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError(
-                "the warm-up is given twice; set optim.warmup_steps or optim.warmup_ratio, not both"
+                "the warm-up is set twice; set optim.warmup_steps or optim.warmup_ratio, not both"
             )
         return self

@@ -21,8 +21,8 @@ class RewardModel(Section):
     """A trained reward model, as `memtrain reward` writes one: any sequence classifier with one number."""
 
     path: str
-    """Hub id or folder, with its tokenizer. A conversation is written by the model's own chat template, and
-    strings end as its training's did: the score is read at the place that was learned."""
+    """Hub id or folder, with its tokenizer. A conversation is rendered by the model's own chat template,
+    and strings end as in its training, so that the score is read at the position that it was trained for."""
 
     revision: str | None = None
     """Branch, tag or commit on the hub; never the policy's."""
@@ -31,12 +31,11 @@ class RewardModel(Section):
     """Precision of its weights. `auto`: the policy's."""
 
     chat_template: str | None = None
-    """A Jinja file, or a shipped template by name, in place of its tokenizer's chat template: where that has
-    none."""
+    """A Jinja file, or a shipped template by name, for a tokenizer without a chat template."""
 
     max_length: PositiveInt | None = None
-    """Longest prompt with completion that it reads, in tokens; longer ones lose their beginning. Not given:
-    all of it."""
+    """Longest prompt with completion that it reads, in tokens; longer ones lose their beginning. If not
+    set: no limit."""
 
 
 class RewardFunction(Section):
@@ -45,21 +44,21 @@ class RewardFunction(Section):
     function: str | None = None
     """A built-in (`exact_answer`, `format`, `length`, `repetition`), `./file.py:name` or
     `package.module:name`. A function with a parameter `completions` is called once a batch and returns a
-    list; with `completion`, once for each. Other parameters take what there is of that name: prompts,
-    completion_ids, columns of the rows. It may be async."""
+    list; with `completion`, once for each. Other parameters are filled by name: prompts, completion_ids,
+    columns of the rows. It may be async."""
 
     model: Annotated[RewardModel | None, BeforeValidator(model_of)] = None
-    """A reward model in place of a function: its path, or a section. It is held beside the policy."""
+    """A reward model instead of a function: its path, or a section. It is loaded beside the policy."""
 
     pairwise: bool = False
     """The function is a judge: `completions` is a list of pairs, and it returns 0 or 1 for the better one of
     each, None for neither. Every two completions of a prompt are compared; the reward is the share won."""
 
     both_orders: bool = False
-    """`pairwise`: ask for each pair twice, the other way round too; verdicts that differ count as a tie."""
+    """`pairwise`: ask for each pair in both orders; verdicts that differ count as a tie."""
 
     name: str | None = None
-    """Name in the metrics. Not given: the function's, or the model's."""
+    """Name in the metrics. If not set: the function's, or the model's."""
 
     weight: float = 1.0
     """Factor of the reward in the sum of rewards. 0: the reward is only reported."""
@@ -116,22 +115,22 @@ def environment_of(value: object) -> object:
 
 
 class Environment(Section):
-    """A class that answers the model, turn by turn: a game, a tool, a tester. Its words are read by the model
-    and never trained."""
+    """A class that answers the model, turn by turn: a game, a tool, a tester. Its tokens are read by the
+    model and never trained on."""
 
     path: str
-    """`./file.py:Class` or `package.module:Class`. The class has `step(text)`, which gets a turn of the model
-    and returns the words that follow it, or None at the end; and may have `reset`, which takes `prompt`,
-    `seed` and columns of the row by name, and `role`, the role of its words in a conversation (`user`).
-    Reward functions get the object as `environment`."""
+    """`./file.py:Class` or `package.module:Class`. The class has `step(text)`, which gets a turn of the
+    model and returns the reply, or None at the end; and may have `reset`, which takes `prompt`, `seed` and
+    columns of the row by name, and `role`, the role of its words in a conversation (`user`). Reward
+    functions get the object as `environment`."""
 
     max_turns: PositiveInt = 8
-    """Most turns of the model in a completion. `generate.max_tokens` bounds all of them together, with the
-    environment's words, so that any number of turns is planned for."""
+    """Maximum number of model turns in a completion. `generate.max_tokens` bounds all of them together
+    with the environment's replies, so the plan covers any number of turns."""
 
     turn_tokens: PositiveInt | None = None
-    """Longest turn of the model in tokens; a longer one ends the completion as cut. Not given: as long as
-    there is room."""
+    """Longest turn of the model in tokens; a longer one ends the completion as cut. If not set: only
+    `generate.max_tokens` limits it."""
 
     @model_validator(mode="after")
     def _is_a_class(self) -> Environment:
@@ -151,7 +150,7 @@ def functions_of(value: object) -> object:
 
 
 class Rewards(Section):
-    """The judges of completions: one function or several, and the answer to a failure."""
+    """Rewards of completions: functions or models, and the treatment of failures."""
 
     KEY: ClassVar[str] = "rewards"
     """Place of the section in a recipe."""
@@ -160,8 +159,8 @@ class Rewards(Section):
     """A reward, or a list of them: a name, or a section each."""
 
     environment: Annotated[Environment | None, BeforeValidator(environment_of)] = None
-    """Class that answers the model, for completions of several turns: `./file.py:Class`, or a section. Not
-    given: a completion is one turn."""
+    """Class that answers the model, for completions of several turns: `./file.py:Class`, or a section. If
+    not set: a completion is one turn."""
 
     @property
     def models(self) -> tuple[RewardModel, ...]:
@@ -169,17 +168,18 @@ class Rewards(Section):
         return tuple(one.model for one in self.functions if one.model is not None)
 
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds that one call may take. A thread that hangs is left behind, not killed."""
+    """Timeout of one call, in seconds. A thread that hangs is abandoned, not killed."""
 
     at_once: PositiveInt = 8
     """Calls of one function that run at the same time."""
 
     on_error: Literal["error", "zero", "skip"] = "error"
-    """Treatment of a function that raises or takes too long: stop the run, count 0, or count no verdict.
-    Always counted in the metrics."""
+    """Handling of a function that raises or takes too long: stop the run, give reward 0, or give no
+    verdict. Always counted in the metrics."""
 
     on_nan: Literal["error", "zero", "skip"] = "error"
-    """The same for a reward that is not a finite number, or beyond 1e12. `None` is no fault: no verdict."""
+    """The same for a reward that is not a finite number, or beyond 1e12. `None` is not an error: it means
+    no verdict."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Rewards:

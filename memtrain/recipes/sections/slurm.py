@@ -19,7 +19,7 @@ class Slurm(Section):
     called."""
 
     partition: str | None = None
-    """Partition (queue). Not given: the cluster's default."""
+    """Partition (queue). If not set: the cluster's default."""
 
     account: str | None = None
     """Account that is charged."""
@@ -28,24 +28,24 @@ class Slurm(Section):
     """Quality of service."""
 
     time: str | None = None
-    """Time limit, as SLURM writes it: `2:00:00`, `1-12:00:00`. The run saves before it and queues again, so a
-    short limit that starts sooner costs little. Not given: the partition's."""
+    """Time limit, as SLURM writes it: `2:00:00`, `1-12:00:00`. The run saves before it and queues again,
+    so a short limit that starts sooner costs little. If not set: the partition's."""
 
     nodes: PositiveInt = 1
     """Nodes of the job."""
 
     gpus_per_node: PositiveInt | None = None
-    """GPUs, and processes, of each node. Not given: 1, or none with `cluster.device: cpu`."""
+    """GPUs, and processes, of each node. If not set: 1, or none with `cluster.device: cpu`."""
 
     gpu: str | None = None
-    """Kind of GPU that the plan is held against (`h100`, `a100-40`, `4090`, ...). Not given: what the
+    """Kind of GPU that the plan is held against (`h100`, `a100-40`, `4090`, ...). If not set: what the
     partition's nodes say they have. It requests nothing: `constraint` or `lines` do."""
 
     cpus_per_task: PositiveInt | Literal["auto"] = "auto"
     """Cores of one process. `auto`: as many as it has threads."""
 
     mem: Bytes | None = None
-    """Host memory of one node. Not given: the partition's default."""
+    """Host memory of one node. If not set: the partition's default."""
 
     constraint: str | None = None
     """Features that the nodes must have."""
@@ -58,17 +58,17 @@ class Slurm(Section):
     `export NCCL_SOCKET_IFNAME=ib0`."""
 
     python: str | None = None
-    """Python of the job, as seen from the nodes. Not given: the one that runs `memtrain slurm`."""
+    """Python of the job, as seen from the nodes. If not set: the one that runs `memtrain slurm`."""
 
     signal_lead_s: PositiveInt | Literal["auto"] = "auto"
     """Seconds before the time limit at which the run is asked to save. `auto`: 120, or three saves and two
     steps where the run folder, or the plan, says that this is more."""
 
     max_restarts: Annotated[int, Field(ge=0)] = 20
-    """Largest number of times that a run which has saved puts itself back into the queue. 0: never."""
+    """Number of times that a run may put itself back into the queue after a save. 0: never."""
 
     array: Words = ()
-    """Values to try, a job of its own each: `train.seed=0,1,2`. Several keys: every pair."""
+    """Values to try, one job each: `train.seed=0,1,2`. Several keys: one job for each combination."""
 
     array_limit: PositiveInt | None = None
     """Jobs of an array that run at the same time."""

@@ -11,14 +11,14 @@ from memtrain.recipes.sections.slurm import Slurm
 
 
 class Train(Section):
-    """Length of the run and size of an optimizer step. The batch is given once; the rest is derived and
+    """Length of the run and size of an optimizer step. The batch size is set once; the rest is derived and
     shown."""
 
     batch_size: PositiveInt | None = None
     """Rows of one optimizer step over all devices. A row is an example, or a packed sequence."""
 
     batch_tokens: PositiveInt | None = None
-    """Tokens of one optimizer step over all devices, in place of `batch_size`. Neither given: 32 rows."""
+    """Tokens of one optimizer step over all devices, in place of `batch_size`. If neither is set: 32 rows."""
 
     micro_batch_size: PositiveInt | Literal["auto"] = "auto"
     """Rows that one device takes at once. Higher: faster, more activation memory. Same numbers."""
@@ -27,7 +27,7 @@ class Train(Section):
     """Tokens that one device takes at once (padding-free runs)."""
 
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the data. Neither this nor `max_steps` given: 1."""
+    """Passes over the data. If neither this nor `max_steps` is set: 1."""
 
     max_steps: PositiveInt | None = None
     """Optimizer steps, in place of `epochs`."""
@@ -39,17 +39,19 @@ class Train(Section):
     """New order of the rows in every epoch."""
 
     router_aux_loss_coef: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
-    """Weight of the loss that evens the load of a mixture's experts, over all tokens of a step; 0.001 is
-    usual. `auto`: the model's own, where its configuration asks for it (output_router_logits: true), else 0.
-    Costs one more forward pass a step, without gradients."""
+    """Weight of the load-balancing loss of a mixture of experts, over all tokens of a step; 0.001 is
+    usual. `auto`: the model's own, where its configuration asks for it (output_router_logits: true), else
+    0. Costs one more forward pass a step, without gradients."""
 
     @model_validator(mode="after")
     def _set_once(self) -> Train:
         if self.batch_size is not None and self.batch_tokens is not None:
-            raise ValueError("the batch is given twice; set train.batch_size or train.batch_tokens, not both")
+            raise ValueError(
+                "the batch size is set twice; set train.batch_size or train.batch_tokens, not both"
+            )
         if self.epochs is not None and self.max_steps is not None:
             raise ValueError(
-                "the length of the run is given twice; set train.epochs or train.max_steps, not both"
+                "the length of the run is set twice; set train.epochs or train.max_steps, not both"
             )
         return self
 
@@ -58,25 +60,24 @@ class Save(Section):
     """Checkpoints: complete or not there at all, verified before they are used."""
 
     every_steps: PositiveInt | None = None
-    """Save every n optimizer steps. Not given: at the end of every epoch."""
+    """Save every n optimizer steps. If not set: at the end of every epoch."""
 
     keep: PositiveInt = 2
-    """Checkpoints that are kept; older ones are removed."""
+    """Number of checkpoints to keep; older ones are removed."""
 
     layout: Literal["auto", "sharded", "full"] = "auto"
-    """`sharded`: each process writes its own shards, all at once. `full`: the main process gathers and writes
-    whole weights, which takes host memory for all of them. `auto`: sharded where the engine shards. Either
-    goes on in any number of processes, and `memtrain export` makes a model of it."""
+    """`sharded`: each process writes its own shards, all at once. `full`: the main process gathers and
+    writes whole weights, which takes host memory for all of them. `auto`: sharded where the engine shards.
+    A run can continue from either with any number of processes, and `memtrain export` makes a model of it."""
 
     async_save: bool = False
-    """Write while the run goes on: a save holds the steps only as long as it takes to copy weights and states
-    into host memory, which the plan counts. The next save waits for the last one. Same numbers; a disk that
-    refuses is told after a later step."""
+    """Write checkpoints in the background: a save blocks training only while weights and states are copied
+    into host memory, which the plan counts. A save waits for the one before it. Same numbers; a disk error
+    is reported after a later step."""
 
     allow_changed_keys: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
-    """Keys or sections (`optim.lr`, `data`) that may differ from those of the run that a checkpoint is of:
-    from there it is another run, and says so. Not what decides the shapes of states: method, model,
-    optim.kind."""
+    """Keys or sections (`optim.lr`, `data`) that may differ from those in the checkpoint: from there it is
+    another run, and says so. Not keys that decide the shapes of states: method, model, optim.kind."""
 
     keep_best: bool = False
     """Also save and keep the weights with the best held-out loss so far (or reward, or the metric of
@@ -84,19 +85,18 @@ class Save(Section):
 
 
 class Log(Section):
-    """Output while the run goes on. `metrics.jsonl` has every step in any case."""
+    """Output during the run. `metrics.jsonl` has every step in any case."""
 
     every_steps: PositiveInt = 10
     """Print a line every n optimizer steps (a file or a pipe; a terminal shows every step)."""
 
     final_sample: bool = True
-    """Let the trained model write 48 tokens at the end of the run, for the report. It takes seconds of a
-    short run."""
+    """Generate 48 tokens with the trained model at the end of the run, for the report (a few seconds)."""
 
     trackers: Annotated[
         tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], BeforeValidator(one_or_many)
     ] = ()
-    """Also report to these."""
+    """Also report to these trackers."""
 
     project: str = "memtrain"
     """Project name in the trackers."""
@@ -115,30 +115,31 @@ class Cluster(Section):
     """CPU threads of one process. `auto`: the cores, divided by the processes."""
 
     context_parallel: PositiveInt | Literal["auto"] = 1
-    """Processes that hold each row together, a slice each (context parallelism), for rows too long for one
-    device. Activations of a process shrink by it; keys and values are gathered in every layer. Same numbers:
-    packed documents stay apart. It must divide the processes. `auto`: the fastest of 1, 2, 4, ... that
-    fits."""
+    """Processes that share each row, one slice each (context parallelism), for rows too long for one
+    device. Activations of a process shrink accordingly; keys and values are gathered in every layer. Same
+    numbers: packed documents stay apart. It must divide the processes. `auto`: the fastest of 1, 2, 4, ...
+    that fits."""
 
     context_parallel_mode: Literal["all_gather", "ulysses"] = "all_gather"
-    """Exchange in attention between processes that hold a row together. `all_gather`: the keys and values of
-    documents that cross slices. `ulysses`: all of them, twice; each process attends for some heads of whole
-    rows, so the processes must divide the heads. Same numbers."""
+    """Exchange in attention between processes that share a row. `all_gather`: the keys and values of
+    documents that cross slices. `ulysses`: all of them, twice; each process attends for some heads of
+    whole rows, so the processes must divide the heads. Same numbers."""
 
     engine: Literal["auto", "ddp", "fsdp2", "zero1", "zero2", "zero3"] = "auto"
-    """State that several processes share. `ddp`: the rows; each holds all weights. `fsdp2`: weights,
-    gradients and optimizer states too, in shards; a layer is gathered while it computes. `zero1`, `zero2`,
-    `zero3`: DeepSpeed shares out states; gradients too; weights too. `auto`: the fastest that fits, the
-    simplest of equally fast ones; DeepSpeed's where it is installed and would learn the same."""
+    """Division of the run over several processes. `ddp`: only rows are divided; each process holds all
+    weights. `fsdp2`: weights, gradients and optimizer states too, in shards; a layer is gathered while it
+    computes. `zero1`, `zero2`, `zero3`: DeepSpeed divides optimizer states; also gradients; also weights.
+    `auto`: the fastest that fits, and the simplest of equally fast ones; DeepSpeed only where it is
+    installed and gives the same result."""
 
     cpu_offload: Literal["auto", "none", "optimizer", "parameters"] = "auto"
-    """State that waits in host memory between its uses. `optimizer`: states, with an engine of DeepSpeed's;
+    """State kept in host memory between uses. `optimizer`: optimizer states, with a DeepSpeed engine;
     `parameters`: shards of weights, gradients and states (fsdp2, zero3). Less device memory, much slower
     steps. `auto`: what makes the run fit, where nothing else does."""
 
     stop_grace_s: PositiveInt = 600
-    """Seconds without a sign of life from any process after which a run that was asked to stop is killed: it
-    hangs, or its processes wait for one that does. What is computed or saved counts as a sign."""
+    """Seconds without progress in any process after which a run that was asked to stop is killed. Anything
+    computed or saved counts as progress."""
 
     slurm: Slurm | None = None
     """The job that `memtrain slurm` writes and submits."""

@@ -25,26 +25,26 @@ def numbers_of(value: object) -> object:
 
 
 class Vllm(Section):
-    """vLLM as the sampler: a process of its own that this run starts, or a server that is there."""
+    """vLLM as the sampler: a process that this run starts, or a running server."""
 
     python: str | None = None
-    """Interpreter of an environment with vLLM, such as `~/envs/vllm/bin/python`. Its packages need not be the
-    trainer's. Not given: the one that memtrain runs in."""
+    """Interpreter of an environment with vLLM, such as `~/envs/vllm/bin/python`. Its packages need not be
+    the trainer's. If not set: the one that memtrain runs in."""
 
     server: str | None = None
-    """Address of a vLLM server (`http://localhost:8000`) in place of an own process. It must be started with
-    VLLM_SERVER_DEV_MODE=1, or it cannot be given new weights."""
+    """Address of a vLLM server (`http://localhost:8000`) instead of a process of the run. It must be
+    started with VLLM_SERVER_DEV_MODE=1; otherwise it cannot receive new weights."""
 
     shared_dir: str | None = None
     """`server`: folder that it sees under the same path; each rollout's weights are written there, as a
-    checkpoint. Not given: in the run folder."""
+    checkpoint. If not set: in the run folder."""
 
     devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(numbers_of)] = ()
-    """CUDA devices for vLLM alone, one for each process of the run. Not given: it shares the device that it
-    writes for, and sleeps while that trains."""
+    """CUDA devices for vLLM alone, one for each process of the run. If not set: it shares the device of
+    its process, and sleeps while that trains."""
 
     memory_share: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
-    """Share of the device that vLLM may fill while it writes (its gpu_memory_utilization). Higher: more
+    """Share of the device that vLLM may use while it generates (its gpu_memory_utilization). Higher: more
     completions at a time. `auto`: what training leaves of the budget, and no more than a rollout needs."""
 
     sleep: Literal["auto", "off", "level1", "level2"] = "auto"
@@ -55,20 +55,20 @@ class Vllm(Section):
     """Without CUDA graphs: less memory, a quicker start, slower tokens."""
 
     bucket: Bytes = 256 * 2**20
-    """Weights travel so many bytes at a time. Higher: more memory for a moment, hardly faster."""
+    """Bytes of weights that are sent at a time. Higher: more memory for a moment, hardly faster."""
 
     deadline_s: Annotated[float, Field(gt=0)] = 120.0
     """Seconds without a sign of life after which vLLM counts as hung."""
 
     start_deadline_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that its start may take, or the answer of a server that is not there yet."""
+    """Seconds that its start may take, or that a server may take to appear."""
 
     restarts: Annotated[int, Field(ge=0)] = 2
-    """Times that it is started again (a server: asked again) in one rollout. Completions that are there are
-    kept, the others are written by the same seeds."""
+    """Number of times that it is restarted (a server: asked again) in one rollout. Finished completions
+    are kept; the others are generated again from the same seeds."""
 
     on_failure: Literal["abort", "native"] = "abort"
-    """Reaction when the restarts are not enough: end the run, or go on with the trained module as the
+    """Reaction when the restarts are not enough: end the run, or continue with the trained module as the
     sampler."""
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ _LOADER = Automatic("rows are read from memory-mapped files; there are no loader
 _DDP = Automatic("gradients are exchanged by memtrain's own fixed-order sum")
 _LOGGING = Automatic("metrics.jsonl has every step, on every kind of screen")
 _COMPLETIONS = Automatic("completions are kept in completions.jsonl; `generate.show` says how many")
-_ENTROPY = Unmapped("an entropy weight that adapts itself; `grpo.entropy_coef` is a constant")
+_ENTROPY = Unmapped("an adaptive entropy coefficient; `grpo.entropy_coef` is a constant")
 _AGENT = Unmapped("completions that call tools")
 _BATCHING = Unmapped("transformers' continuous batching; the native sampler refills rows by itself")
 
@@ -124,11 +124,11 @@ TRAINING: dict[str, Rule] = {
     "neftune_noise_alpha": RecipeKey("optim.neftune_alpha"),
     "label_smoothing_factor": ReadTogether(),
     "average_tokens_across_devices": Unmapped(
-        "averages of a single device: the loss is the mean over the loss tokens of the whole step",
+        "per-device averages: the loss is the mean over the loss tokens of the whole step",
         (None, True),
     ),
     "seed": RecipeKey("train.seed", 42),
-    "data_seed": Unmapped("a seed of the data alone; `train.seed` is for everything"),
+    "data_seed": Unmapped("a separate data seed; `train.seed` seeds everything"),
     "full_determinism": Automatic("the same recipe gives the same run"),
     "gradient_checkpointing": RecipeKey("memory.activation_checkpointing", values=_ON),
     "gradient_checkpointing_kwargs": Automatic("the plan chooses how"),
@@ -136,7 +136,7 @@ TRAINING: dict[str, Rule] = {
     "activation_checkpointing_kwargs": Automatic("the plan chooses how"),
     "activation_offloading": RecipeKey("memory.activation_offloading", values=_ON),
     "torch_empty_cache_steps": Automatic("`memory.expandable_segments` keeps memory from fragmenting"),
-    "tf32": Unmapped("TensorFloat-32 is left as torch has it"),
+    "tf32": Unmapped("TensorFloat-32 keeps torch's setting"),
     "bf16_full_eval": Automatic("held-out rows are computed as training rows are"),
     "fp16_full_eval": Automatic("held-out rows are computed as training rows are"),
     "torch_compile": _COMPILE,
@@ -158,7 +158,7 @@ RUN: dict[str, Rule] = {
     "eval_use_gather_object": Automatic("no logits are kept in evaluation"),
     "batch_eval_metrics": Automatic("no logits are kept in evaluation"),
     "prediction_loss_only": Automatic("no logits are kept in evaluation"),
-    "include_for_metrics": Unmapped("metrics of your own", (None, [])),
+    "include_for_metrics": Unmapped("your own metrics", (None, [])),
     "include_num_input_tokens_seen": Automatic("tokens are counted in every step"),
     "save_strategy": ReadTogether(),
     "save_steps": ReadTogether(),

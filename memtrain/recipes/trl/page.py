@@ -19,9 +19,9 @@ memtrain check my.yaml
 memtrain sft my.yaml --dry-run                          # what it will need, before anything starts
 ```
 
-What TRL takes where nothing is written (three epochs, a linear schedule without warm-up, seed 42, LoRA
-dropout 0.05, ...) is written into the recipe with the comment `TRL's default`, so that the recipe trains
-what the configuration trained. What has no counterpart is listed on the screen and at the head of the
+TRL's own defaults (three epochs, a linear schedule without warm-up, seed 42, LoRA
+dropout 0.05, ...) are written into the recipe with the comment `TRL's default`, so that the recipe trains
+what the configuration trained. Keys without a counterpart are listed on the screen and at the head of the
 recipe. The batch is that of all devices: `--processes 8` (or `num_processes` in the file) says how many
 there were.
 
@@ -38,7 +38,7 @@ What works differently:
 - **GKD** is `--method distill`. Its `beta` means the same here (0: forward KL, 1: reverse KL). Its
   `temperature` is that of the completions alone; `distill.temperature` is that of the loss, which TRL takes
   at 1. A share `lmbda` of the optimizer steps, and not of the micro-batches, learns from completions.
-- **Resuming** needs no flag: the same command goes on, bit for bit.
+- **Resuming** needs no flag: the same command continues the run, bit for bit.
 """
 
 _GROUPS: tuple[tuple[str, Mapping[str, Rule]], ...] = (

@@ -40,7 +40,7 @@ def sampling(made: Translation) -> None:
 
 NO_VLLM_KEY = {
     "vllm_model_impl": "vLLM's own models are taken",
-    "vllm_structured_outputs_regex": "completions of a given form",
+    "vllm_structured_outputs_regex": "guided decoding",
     "vllm_max_model_length": "it follows from the rows and `generate.max_tokens`",
     "vllm_tensor_parallel_size": "vLLM runs on one device for each process of the run",
 }

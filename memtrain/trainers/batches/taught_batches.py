@@ -91,7 +91,7 @@ class TaughtFeed(TokenFeed):
             key = key_of_piece(piece.ids, piece.loss_mask)
             if must_be_in is not None and must_be_in.piece(key) is None:
                 raise DataError(
-                    f"a piece of {len(piece):,} tokens is not in the file of the teacher's likeliest tokens: "
+                    f"a piece of {len(piece):,} tokens is not in the file of the teacher's top-k tokens: "
                     "it was made with other data, another length.max_length or another packing",
                     str(must_be_in.path),
                     "make it again with this recipe: memtrain score-teacher RECIPE",

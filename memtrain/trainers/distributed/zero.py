@@ -32,7 +32,7 @@ def refuse_without_deepspeed() -> None:
     """Raises: LaunchError where DeepSpeed cannot be imported."""
     if find_spec("deepspeed") is None:
         raise LaunchError(
-            "cluster.engine names one of DeepSpeed's, and deepspeed is not installed here",
+            "cluster.engine names a DeepSpeed engine, and deepspeed is not installed here",
             "cluster.engine",
             "pip install 'memtrain[deepspeed]', or set cluster.engine: fsdp2",
         )

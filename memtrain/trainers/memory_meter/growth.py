@@ -113,12 +113,16 @@ class GrowthWatch:
     def _words(self, place: Place, seen: _Seen, rate: float, step: int) -> str:
         free = place.free()
         steps = int(free / rate)
-        end = f"is full after {steps:,} more steps" if steps < self.last_step - step else "lasts for this run"
+        end = (
+            f"is used up after {steps:,} more steps"
+            if steps < self.last_step - step
+            else "lasts for this run"
+        )
         found = seen.census.grown() if seen.census is not None else []
         who = "; ".join(found) or "no Python object: memory of a library, or of an allocator"
         return (
-            f"{place.name} memory grows by {gib(rate)} a step (now {gib(seen.samples[-1])}); what is free, "
-            f"{gib(free)}, {end}. Grown in {step - seen.since} steps: {who}"
+            f"{place.name} memory grows by {gib(rate)} a step (now {gib(seen.samples[-1])}); the free "
+            f"{gib(free)} {end}. Grown in {step - seen.since} steps: {who}"
         )
 
 

@@ -92,7 +92,7 @@ class TeacherServer:
         best = [(token, logp) for rank, token, logp in ranked if rank <= kept][:kept]
         if len(best) < kept:
             raise LaunchError(
-                f"the server {self.address} tells {len(best)} likeliest tokens, and top_k is {self.top_k}",
+                f"the server {self.address} gives {len(best)} top-k tokens, but top_k is {self.top_k}",
                 self.place,
                 f"start it with --max-logprobs {self.top_k}, or lower top_k and make the file again",
             )

@@ -203,7 +203,7 @@ def test_a_cpu_job_has_the_cores_and_memory_of_its_nodes(loaded):
     assert (found.device, found.num_cores, found.num_nodes, found.memory_bytes) == ("cpu", 6, 2, 8 * GIB)
     with pytest.raises(RecipeError, match="multiple of 2"):
         hardware_of(loaded(*words, "cluster.processes=3"), [])
-    with pytest.raises(RecipeError, match="gpus_per_node is 2, and cluster.device is cpu"):
+    with pytest.raises(RecipeError, match="gpus_per_node is 2, but cluster.device is cpu"):
         hardware_of(loaded(*words, "cluster.slurm.gpus_per_node=2"), [])
 
 

@@ -156,7 +156,7 @@ def test_the_command_writes_a_valid_recipe(axolotl: str, tmp_path: Path, capsys:
     said = capsys.readouterr().out
     assert "What held the memory, in the loss" in said
     assert "The smallest change in Axolotl:" in said
-    assert "The result is the same" in said
+    assert "The result of training stays the same" in said
     assert load_recipe(str(out)).recipe.data.train[0].source == "rows.jsonl"
 
 

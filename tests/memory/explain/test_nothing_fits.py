@@ -87,7 +87,7 @@ def test_where_the_host_alone_is_short_ways_out_are_planned_for_that_host(
     half = {"model__dtype": "bfloat16", "optim__master_weights": True, "memory__weights_offload": "on"}
     what, reported = ways(ask, small, **half)
     assert what.startswith("the plan needs 12")
-    assert "of host memory, and there are 89.41 GiB (" in what
+    assert "of host memory, but only 89.41 GiB are there (" in what
     packed, auto = "model: {adapter: {kind: lora}, quantize: 4bit}", "memory.weights_offload: auto"
     presumed = replace(small, presumed=small.presumed | {"bitsandbytes"})
     asked = half | {"memory__weights_offload": "auto", "model__adapter": {}, "model__quantize": "4bit"}

@@ -99,7 +99,7 @@ def test_a_plan_that_exhausts_the_host_is_refused_with_numbers(settings: Setting
     fault = host_shortage(owners, cpu(64 * GIB, 8))
     assert fault is not None
     assert fault.exit_code == 3
-    assert "and there are 64.00 GiB (optimizer states 239.3 GiB" in str(fault)
+    assert "but only 64.00 GiB are there (optimizer states 239.3 GiB" in str(fault)
     assert "memory.optimizer_offload: off" in str(fault)
 
 
@@ -150,4 +150,4 @@ def test_the_host_holds_pinned_rings_offloaded_states_and_the_dataset_index(
     assert owners_of(on_disk)["offloaded activations"] == 2 * 100 * MIB
     fault = host_shortage(owners, cpu(32 * GIB, 8))
     assert fault is not None
-    assert "of host memory, and there are 32.00 GiB" in str(fault)
+    assert "of host memory, but only 32.00 GiB" in str(fault)

@@ -138,7 +138,7 @@ def test_a_server_needs_no_memory_here(ask: Ask, on_h100: PlannerInputs):
             {"generate__vllm": PYTHON | {"devices": 1, "sleep": "level1"}},
             "has no effect: vLLM has devices of its own",
         ),
-        ({}, "vLLM is not installed beside memtrain"),
+        ({}, "vLLM is not installed in this environment"),
     ],
 )
 def test_what_vllm_cannot_honour_is_refused(

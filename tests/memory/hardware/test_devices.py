@@ -34,7 +34,7 @@ def test_a_named_card_has_its_memory_and_precision(name, least_gib, most_gib, bf
 
 @pytest.mark.parametrize("name", ["mi300x", "AMD Instinct MI250", "RX 7900 XTX"])
 def test_a_gpu_of_amd_is_called_one(name):
-    with pytest.raises(RecipeError, match="is a GPU of AMD"):
+    with pytest.raises(RecipeError, match="is an AMD GPU"):
         Hardware.named(name)
 
 

@@ -47,5 +47,5 @@ def test_the_environment_says_what_cannot_be_seen(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(host.VARIABLE, "64GiB")
     assert host.host_memory() == (64 * GIB, 62 * GIB)
     monkeypatch.setenv(host.VARIABLE, "plenty")
-    with pytest.raises(RecipeError, match="which is no size"):
+    with pytest.raises(RecipeError, match="which is not a size"):
         host.host_memory()

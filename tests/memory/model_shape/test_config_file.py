@@ -55,7 +55,7 @@ def test_numbers_that_no_model_has_are_refused(changes: dict[str, Any], said: st
     [
         ("", "is empty"),
         ("{", "is not JSON: Expecting property name"),
-        ("[]", "holds no JSON object"),
+        ("[]", "is not a JSON object"),
         ("[" * 100_000, "nested too deeply"),
         ('{"rms_norm_eps": NaN}', "NaN is not a number"),
         ("{" + f'"hidden_size": {"1" * 5000}' + "}", "is not JSON"),

@@ -141,7 +141,7 @@ def test_stage_1_would_add_gradients_of_bfloat16_weights_in_bfloat16(plan):
 
 def test_an_engine_of_deepspeeds_is_refused_by_name_where_it_is_not_installed(plan, monkeypatch):
     monkeypatch.setattr("memtrain.memory.rules.ledger.installed", lambda *names: frozenset())
-    with pytest.raises(RecipeError, match="DeepSpeed's, which is not installed") as caught:
+    with pytest.raises(RecipeError, match="needs DeepSpeed, which is not installed") as caught:
         plan("Qwen/Qwen3-1.7B", "h100", 8, frozenset(), cluster__engine="zero2", **COPIES)
     assert "memtrain[deepspeed]" in caught.value.faults[0].fix
     with pytest.raises(RecipeError, match="DeepSpeed is not installed"):

@@ -69,7 +69,7 @@ def test_use_of_what_cannot_be_used_is_refused(
 def test_two_that_stand_in_place_of_each_other_are_refused_by_name(
     settings_of: MakeSettings, first: str, second: str, reason: str
 ):
-    with pytest.raises(RecipeError, match=f"{first} cannot be with {second}: .*{reason}"):
+    with pytest.raises(RecipeError, match=f"{first} cannot be combined with {second}: .*{reason}"):
         settings_of("dpo", f"memory.use=[chunked_loss, {first}, {second}]")
 
 
@@ -91,5 +91,5 @@ def test_packing_is_not_padded_against_never(settings_of: MakeSettings):
 def test_padded_rows_take_the_models_own_attention(settings_of: MakeSettings, key: str):
     """A back end for rows end to end stopped such a run in its first step."""
     assert settings_of("sft", key).attention == "transformers"
-    with pytest.raises(RecipeError, match="attention torch_cpu needs concatenated rows, and rows are padded"):
+    with pytest.raises(RecipeError, match="attention torch_cpu needs concatenated rows, but rows are padded"):
         settings_of("sft", key, "model.attention=torch_cpu")

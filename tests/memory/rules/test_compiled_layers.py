@@ -36,7 +36,11 @@ def test_layers_are_compiled_where_the_recipe_asks(ask: Any, facts_of: Any, prof
             {"cluster__engine": "zero2", "cluster__processes": 2},
             "DeepSpeed's hooks work inside of a layer's pass",
         ),
-        ("h100", {"memory__use": "streamed_layers"}, "streamed_layers cannot be with compiled layers"),
+        (
+            "h100",
+            {"memory__use": "streamed_layers"},
+            "streamed_layers cannot be combined with compiled layers",
+        ),
     ],
 )
 def test_compiled_layers_are_refused_with_the_reason(

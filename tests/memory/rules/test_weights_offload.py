@@ -59,14 +59,14 @@ def test_it_is_found_where_nothing_else_fits_and_not_before(ask, facts):
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ({"cluster__processes": 2}, "each process brings in weights of its own"),
+        ({"cluster__processes": 2}, "only the frozen weights under an adapter can wait on the host"),
         (
             {"cluster__processes": 2, "model__adapter": {"r": 8}, "memory__weights_offload": "all"},
-            "each process brings in weights of its own",
+            "only the frozen weights under an adapter can wait on the host",
         ),
         (
             {"cluster__processes": 2, "cluster__engine": "fsdp2", "model__adapter": {"r": 8}},
-            "each process brings in weights of its own",
+            "only the frozen weights under an adapter can wait on the host",
         ),
         ({"optim__kind": "muon"}, "has no kernels for it"),
         (
@@ -115,7 +115,7 @@ def test_a_host_that_is_too_small_is_reported_with_the_number(ask, facts_of, pro
 
     small = replace(Hardware.named("h100"), host_bytes=4 * 2**30)
     facts = facts_of(small, profile_of(*[512] * 64))
-    with pytest.raises(DoesNotFit, match=r"of host memory, and there are 4.00 GiB"):
+    with pytest.raises(DoesNotFit, match=r"of host memory, but only 4.00 GiB"):
         ask(facts, **ON)
 
 

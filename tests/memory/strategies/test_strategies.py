@@ -116,15 +116,15 @@ def test_a_strategy_that_cannot_be_used_here_is_refused_by_name(plan: Plan, name
         ({"memory__use": "master_weights", "model__dtype": "float32"}, "float32 already"),
         (
             {"memory__use": ("boundary_offloading", "full_offloading")},
-            "boundary_offloading cannot be with full_offloading",
+            "boundary_offloading cannot be combined with full_offloading",
         ),
         (
             {"memory__use": ("activation_checkpointing", "full_offloading")},
-            "full_offloading cannot be with activation checkpointing",
+            "full_offloading cannot be combined with activation checkpointing",
         ),
         (
             {"memory__use": ("streamed_layers", "full_offloading")},
-            "full_offloading cannot be with streamed layers",
+            "full_offloading cannot be combined with streamed layers",
         ),
         (
             {"memory__use": "streamed_layers", "model__attention": "transformers"},
@@ -151,7 +151,7 @@ def test_wishes_that_contradict_each_other_are_refused_with_the_way_out(
     [
         (
             {"model__quantize": "8bit", "model__adapter": {"r": 8}},
-            "rounded by all tokens of a call together",
+            "stay in half precision from all tokens of a call",
         ),
         ({"cluster__engine": "zero3", "cluster__processes": 2}, "cuts up gradients module by module"),
         (
@@ -160,7 +160,7 @@ def test_wishes_that_contradict_each_other_are_refused_with_the_way_out(
                 "cluster__processes": 2,
                 "cluster__context_parallel_mode": "ulysses",
             },
-            "heads are dealt out for whole rows",
+            "attention heads are divided for whole rows",
         ),
     ],
 )

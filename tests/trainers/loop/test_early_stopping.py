@@ -55,5 +55,7 @@ def test_an_accuracy_rises_and_a_new_metric_begins_anew():
 def test_a_metric_that_is_not_there_is_reported_with_those_that_are():
     with pytest.raises(RecipeError, match="no metric chat/accuracy; there are loss"):
         noted(recipe({"metric": "chat/accuracy"}), [1.0])
-    with pytest.raises(ValueError, match=r"metric speed is no metric of the held-out rows .* math/accuracy"):
+    with pytest.raises(
+        ValueError, match=r"metric speed is not a metric of the held-out rows .* math/accuracy"
+    ):
         recipe({"metric": "speed"})

@@ -125,7 +125,7 @@ def test_a_served_teacher_gives_the_file_of_the_same_teacher_here(recipe: Path, 
     there = recipe.parent / "served"
     words = [f"distill.teacher_server={server.address}/v1", f"distill.top_k_file={there}"]
     score_teacher(str(recipe), words)
-    assert "its 4 likeliest are in" in " ".join(capsys.readouterr().out.split())
+    assert "its top 4 tokens are in" in " ".join(capsys.readouterr().out.split())
     local, served = TopKFile(recipe.parent / "local"), TopKFile(there)
     for name in ("keys", "starts", "ids"):
         assert np.array_equal(local._arrays[name], served._arrays[name]), name
@@ -138,7 +138,7 @@ def test_a_served_teacher_gives_the_file_of_the_same_teacher_here(recipe: Path, 
     ("served", "most", "words"),
     [
         ("another/model", 20, "does not serve .*teacher: its models are another/model"),
-        (None, 2, "tells 2 likeliest tokens, and top_k is 4"),
+        (None, 2, "gives 2 top-k tokens, but top_k is 4"),
     ],
 )
 def test_a_server_with_another_model_or_fewer_tokens_is_refused(
@@ -161,7 +161,7 @@ def test_a_server_that_is_not_there_is_one_error(recipe: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("distill.teacher_server=localhost:8000", "is no address"),
+        ("distill.teacher_server=localhost:8000", "is not an address"),
         ("distill.temperature=2", "are those at temperature 1"),
         ("distill.teacher=adapter_off", "needs teacher, the model that it serves"),
     ],

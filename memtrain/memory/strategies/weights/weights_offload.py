@@ -60,7 +60,7 @@ def _divides_weights(settings: Settings) -> bool:
 STRATEGY = Strategy(
     name="weights_offload",
     axis="weights",
-    summary="the layers' weights live on CPU, and travel to the device for their layer's turn",
+    summary="layer weights are kept in CPU memory, and copied to the device when their layer runs",
     saves="the weights of all layers but two; where they are trained, their gradients and states too",
     costs="each layer crosses the bus twice a micro-batch; host memory; the optimizer steps on CPU",
     measured=ON_A_GPU,
@@ -79,10 +79,13 @@ STRATEGY = Strategy(
     conflicts=(
         Conflict(
             "layers without checkpointing",
-            "a layer's weights are gone after its turn: it keeps its input alone, and is recomputed",
+            "a layer's weights leave the device after its pass: only its input is kept, and it is recomputed",
             when=lambda settings: settings.checkpoint_every != 1 and not settings.slice_tokens,
         ),
-        Conflict("full_offloading", "what a layer keeps would hold its weights; only its input travels"),
+        Conflict(
+            "full_offloading",
+            "kept activations would keep the layer's weights on the device; only its input can be offloaded",
+        ),
         Conflict("compiled layers", IN_PARTS, when=lambda settings: settings.compiled),
         Conflict("several processes but under an adapter and DDP", EACH_ITS_OWN, when=_divides_weights),
         Conflict(
@@ -91,7 +94,7 @@ STRATEGY = Strategy(
             when=lambda settings: settings.quantize == "8bit",
         ),
         Conflict(
-            "optimizers without kernels on a CPU",
+            "optimizers without CPU kernels",
             "the host steps the weights",
             when=_steps_elsewhere,
         ),

@@ -21,7 +21,7 @@ class Distill(Section):
 
     teacher: str | None = None
     """The teacher: hub id or folder of a model with the student's tokenizer, or `adapter_off`, the student
-    without its adapter. Without `top_k` it stays in memory beside the student, and is asked in every step."""
+    without its adapter. Without `top_k` it stays in memory beside the student and runs in every step."""
 
     teacher_revision: str | None = None
     """Revision of the teacher on the hub."""
@@ -30,19 +30,19 @@ class Distill(Section):
     """Precision of the teacher's weights. `auto`: the student's."""
 
     top_k: PositiveInt | None = None
-    """Number of the teacher's likeliest tokens that are read from `top_k_file` for each token; all others are
-    one event with their mass. Not given: the whole vocabulary, from a teacher in memory. Higher: nearer to
-    that, 8 bytes more of disk for each."""
+    """Number of the teacher's most likely tokens that are read from `top_k_file` for each position; all
+    other tokens count together as one outcome. If not set: the whole vocabulary, from a teacher in memory.
+    Higher: closer to that, for 8 bytes more on disk each."""
 
     top_k_file: str | None = None
-    """Folder of the teacher's likeliest tokens, which `memtrain score-teacher` writes in one pass over the
+    """Folder of the teacher's top-k tokens, which `memtrain score-teacher` writes in one pass over the
     data. The run reads it, and loads no teacher."""
 
     teacher_server: str | None = None
     """Address of a vLLM server (or another with its `prompt_logprobs`) that holds the `teacher`, such as
-    `http://localhost:8000`: `memtrain score-teacher` asks it for the likeliest tokens, and loads no weights.
-    The server is to be started with `--max-logprobs` of at least `top_k`. Its key, if it has one, is read
-    from the environment variable VLLM_API_KEY."""
+    `http://localhost:8000`: `memtrain score-teacher` asks it for the top-k tokens, and loads no weights.
+    Start the server with `--max-logprobs` of at least `top_k`. Its key, if it has one, is read from the
+    environment variable VLLM_API_KEY."""
 
     beta: Fraction = 0.5
     """The divergence. 0: forward KL, which covers all that the teacher says; 1: reverse KL, which keeps to
@@ -57,8 +57,8 @@ class Distill(Section):
 
     on_policy_fraction: Fraction = 0.0
     """Share of the optimizer steps that learn from completions which the student writes for the prompts of
-    its rows (GKD's lambda), one each, by the keys of `generate`. The others learn from the rows themselves.
-    Higher: nearer to what the student will be asked for, more time."""
+    its rows (GKD's lambda), one each, by the keys of `generate`. The others learn from the rows
+    themselves. Higher: closer to how the student will be used, more time."""
 
     @property
     def kind(self) -> TeacherKind:
@@ -86,7 +86,9 @@ class Distill(Section):
         if self.teacher_server is None:
             return self
         if not self.teacher_server.startswith(("http://", "https://")):
-            raise ValueError(f"teacher_server {self.teacher_server} is no address; write http://HOST:PORT")
+            raise ValueError(
+                f"teacher_server {self.teacher_server} is not an address; write http://HOST:PORT"
+            )
         if self.teacher is None or self.teacher == ADAPTER_OFF:
             raise ValueError(
                 "teacher_server needs teacher, the model that it serves: its tokenizer is compared with the "
@@ -94,7 +96,7 @@ class Distill(Section):
             )
         if self.top_k is None:
             raise ValueError(
-                "teacher_server tells the likeliest tokens alone, which are read from a file; set top_k: 20 "
+                "teacher_server gives only top-k tokens, which are read from a file; set top_k: 20 "
                 "and top_k_file: FOLDER, and run memtrain score-teacher"
             )
         if self.temperature != 1:

@@ -41,7 +41,7 @@ class Grpo(WithMismatch):
     loss: PolicyLossName = "dapo"
     """`dapo` (arXiv:2503.14476) is GRPO averaged over tokens; `grpo` (arXiv:2402.03300) over completions;
     `dr_grpo` (arXiv:2503.20783) over a constant; `bnpo` over the tokens of a step. `cispo`
-    (arXiv:2506.13585), `sapo` (arXiv:2511.20347) and `vespo` (arXiv:2602.10693) clip otherwise; `luspo`
+    (arXiv:2506.13585), `sapo` (arXiv:2511.20347) and `vespo` (arXiv:2602.10693) clip differently; `luspo`
     (arXiv:2602.05261) sums."""
 
     level: Literal["token", "sequence"] = "token"
@@ -52,10 +52,10 @@ class Grpo(WithMismatch):
     """The ratio is clipped below 1 minus this."""
 
     clip_high: Annotated[float, Field(ge=0)] | None = None
-    """The ratio is clipped above 1 plus this (DAPO: 0.28). Not given: as clip_low."""
+    """The ratio is clipped above 1 plus this (DAPO: 0.28). If not set: as clip_low."""
 
     delta: Annotated[float, Field(gt=1)] | None = None
-    """Upper bound of the ratio for bad completions too (arXiv:2505.07291). Not given: none."""
+    """Upper bound of the ratio for bad completions too (arXiv:2505.07291). If not set: none."""
 
     cispo_max_weight: Annotated[float, Field(gt=0)] = 5.0
     """`cispo`: highest weight of a token (arXiv:2510.13786)."""
@@ -103,8 +103,8 @@ class Grpo(WithMismatch):
     `groups_resampled`. Higher: more signal in a step, more time to generate it. 0: such groups stay."""
 
     off_policy_limit: Annotated[float, Field(gt=0)] | None = None
-    """Leave out bad completions that have become less likely than this, in nats a token (arXiv:2512.02556).
-    Not given: none is left out."""
+    """Leave out bad completions that have become less likely than this, in nats a token
+    (arXiv:2512.02556). If not set: none is left out."""
 
     @property
     def resamples(self) -> int:
@@ -169,13 +169,13 @@ class Rloo(WithMismatch):
     """The ratio of a completion is clipped below 1 minus this."""
 
     clip_high: Annotated[float, Field(ge=0)] | None = None
-    """The ratio of a completion is clipped above 1 plus this. Not given: as clip_low."""
+    """The ratio of a completion is clipped above 1 plus this. If not set: as clip_low."""
 
     normalize_advantages: bool = False
     """Bring the advantages of a rollout to mean 0 and standard deviation 1."""
 
     reward_clip: Annotated[tuple[float, float] | None, BeforeValidator(pair_of)] = None
-    """Lowest and highest reward; others are clipped, before the KL term. Not given: none are."""
+    """Lowest and highest reward; others are clipped, before the KL term. If not set: none are."""
 
     @property
     def needs(self) -> Needs:

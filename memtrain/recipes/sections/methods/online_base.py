@@ -56,7 +56,7 @@ class FromOwnCompletions(WithReference):
     """Fields that the methods which learn from their own completions have in common."""
 
     beta: Annotated[float, Field(ge=0)] = 0.0
-    """Strength of the pull towards the reference. 0: no reference is loaded. Higher: nearer."""
+    """Strength of the pull towards the reference. 0: no reference is loaded. Higher: stays closer."""
 
     steps_per_rollout: PositiveInt = 1
     """Optimizer steps that the completions of one rollout are divided over. Higher: the later ones learn from
@@ -106,10 +106,10 @@ class WithMismatch(FromOwnCompletions):
     """The methods whose loss weighs the sampler's probabilities against the trainer's."""
 
     importance_correction: MismatchChoice = "auto"
-    """Correct for the sampler's probabilities being another than the trainer's (another engine, or bfloat16):
-    weight each token, or answer, by their ratio; truncate the ratio, or leave out what lies outside the
-    bounds. Not together with top_k, top_p, min_p. `auto`: token_truncate where another engine samples
-    (generate.backend: vllm) and says the probabilities that are compared, else none."""
+    """Correct for differences between the probabilities of the sampler and of the trainer (another engine,
+    or bfloat16): weight each token, or answer, by their ratio, and truncate the ratio or leave out what
+    lies outside the bounds. Not together with top_k, top_p, min_p. `auto`: token_truncate where another
+    engine samples (generate.backend: vllm) and returns comparable probabilities, else none."""
 
     importance_correction_min: Annotated[float, Field(ge=0)] | None = 0.5
     """Lower bound of that ratio. null: none."""
@@ -118,9 +118,9 @@ class WithMismatch(FromOwnCompletions):
     """Upper bound of that ratio. null: none."""
 
     router_replay: bool = False
-    """Mixtures of experts: the update sends every token to the experts that the sampler chose for it (rollout
-    routing replay), whether or not its router has moved meanwhile, or rounds otherwise. Needs the native
-    sampler. Costs 2 bytes a token, layer and chosen expert, on the host and in a checkpoint."""
+    """Mixtures of experts: the update sends every token to the experts that the sampler chose for it
+    (rollout routing replay), even if its router has changed meanwhile, or rounds differently. Needs the
+    native sampler. Costs 2 bytes a token, layer and chosen expert, on the host and in a checkpoint."""
 
     def correction(self, generate: Generate) -> tuple[MismatchMode, str]:
         """Correction for the sampler's probabilities, and its reason where the recipe leaves it open."""

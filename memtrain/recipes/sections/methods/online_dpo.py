@@ -17,7 +17,7 @@ class OnlineDpo(FromOwnCompletions):
     whole answers."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """Strength of the pull towards the reference. Higher: nearer."""
+    """Strength of the pull towards the reference. Higher: stays closer."""
 
     min_reward_gap: Annotated[float, Field(ge=0)] = 0.0
     """A pair is made only where the best reward is more than this above the worst one. 0: wherever they

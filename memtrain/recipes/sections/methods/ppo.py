@@ -12,11 +12,11 @@ from memtrain.recipes.sections.methods.online_base import Needs, WithMismatch
 
 
 class Ppo(WithMismatch):
-    """Proximal policy optimization: a value model says what was to be expected, token by token."""
+    """Proximal policy optimization: a value model predicts the expected return, token by token."""
 
     beta: Annotated[float, Field(ge=0)] = 0.05
     """Weight of the KL divergence from the reference, which is taken off the reward of each token. 0: no
-    reference. Higher: nearer."""
+    reference. Higher: stays closer."""
 
     updates_per_rollout: PositiveInt = 4
     """Times that a rollout is trained on (the epochs of the paper). Higher: fewer rollouts, older
@@ -36,7 +36,7 @@ class Ppo(WithMismatch):
     """The ratio is clipped below 1 minus this."""
 
     clip_high: Annotated[float, Field(ge=0)] | None = None
-    """The ratio is clipped above 1 plus this. Not given: as clip_low."""
+    """The ratio is clipped above 1 plus this. If not set: as clip_low."""
 
     gamma: Fraction = 1.0
     """Discount: value of a reward one token later."""
@@ -55,7 +55,7 @@ class Ppo(WithMismatch):
 
     kl_target: Annotated[float, Field(gt=0)] | None = None
     """KL divergence of a completion from the reference, in nats, that beta is adapted to
-    (arXiv:1909.08593). Not given: beta stays."""
+    (arXiv:1909.08593). If not set: beta stays."""
 
     kl_horizon: PositiveInt = 10_000
     """With `kl_target`: completions after which beta has moved by about a fifth at most. Higher: slower."""

@@ -48,10 +48,10 @@ class Dpo(WithReference):
     papers of the others. `simpo`, `orpo`, `cpo` and `sft` need no reference."""
 
     loss_weights: Annotated[tuple[float, ...], BeforeValidator(one_or_many)] = ()
-    """A weight for each loss, in their order. Not given: 1 for each."""
+    """A weight for each loss, in their order. If not set: 1 for each."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """Strength of the pull towards the reference (SimPO: 2 and more). Higher: nearer."""
+    """Strength of the pull towards the reference (SimPO: 2 and more). Higher: stays closer."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Probability that chosen and rejected are the wrong way round (cDPO, `robust`, `exo_pair`)."""
@@ -69,8 +69,8 @@ class Dpo(WithReference):
     """Margin per token by which `simpo` wants the chosen answer to win (arXiv:2405.14734)."""
 
     ld_alpha: Fraction | None = None
-    """Weight of the tokens past the shorter answer's length (LD-DPO, arXiv:2409.06411); 1 is DPO. Not given:
-    no difference is made."""
+    """Weight of the tokens past the shorter answer's length (LD-DPO, arXiv:2409.06411); 1 is DPO. If not
+    set: all tokens count the same."""
 
     use_weighting: bool = False
     """Weight each pair by how likely the policy is to write it (WPO, arXiv:2406.11827)."""
@@ -150,10 +150,10 @@ class Kto(WithReference):
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
     """`kto`: measured against how far the policy has drifted, from mismatched prompts and answers.
-    `apo_zero_unpaired`: without that term, a third of the forward passes less (arXiv:2408.06266)."""
+    `apo_zero_unpaired`: without that term, with a third fewer forward passes (arXiv:2408.06266)."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """Strength of the pull towards the reference. Higher: nearer."""
+    """Strength of the pull towards the reference. Higher: stays closer."""
 
     desirable_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of desirable answers. The paper keeps the two sums (weight x rows) within 1:1 to 4:3."""

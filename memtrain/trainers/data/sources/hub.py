@@ -53,7 +53,7 @@ def ask_hub(source: Source) -> str:
         fix = "give a branch, tag or commit of its page on the hub, or remove the key"
         raise DataError(f"'{name}' has no revision {source.revision}", "data", fix) from None
     except (RepositoryNotFoundError, HFValidationError):
-        what = f"'{name}' is no file or folder here, and the hub has no dataset of that name"
+        what = f"'{name}' is not a file or folder here, and the hub has no dataset of that name"
         raise DataError(what, "data", _spelling(name)) from None
     except Exception:  # each version of the hub's client has network errors of its own; the cache may have it
         return "the hub cannot be reached"
@@ -79,7 +79,7 @@ def hub_faults(source: Source, unreachable: str = "") -> Iterator[None]:
 def nowhere(source: Source, unreachable: str) -> tuple[str, str, str]:
     """(what, where, fix) for a name that is no file and that nobody could be asked for."""
     return (
-        f"'{source.source}' is no file or folder here, and as a dataset of the hub it is not in the cache: "
+        f"'{source.source}' is not a file or folder here, and as a hub dataset it is not in the cache: "
         f"{unreachable}",
         "data",
         f"{_spelling(source.source)}; for a dataset of the hub connect this machine, or download its files "

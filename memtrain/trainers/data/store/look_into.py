@@ -164,7 +164,7 @@ def rendering_of(
     template = template_of(tokenizer)
     if template is None and any(needs_template(one) for one in found):
         raise DataError(
-            "the rows are conversations, and the tokenizer has no chat template",
+            "the rows are conversations, but the tokenizer has no chat template",
             "model.chat_template",
             "set model.chat_template: chatml, or the path of a Jinja file",
         )

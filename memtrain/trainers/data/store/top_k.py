@@ -85,9 +85,9 @@ class TopKFile:
 def _read(path: Path) -> tuple[TopKFacts, Mapping[str, NDArray[Any]]]:
     fix = "make it with `memtrain score-teacher RECIPE`"
     if not path.is_file():
-        raise DataError("there is no file of the teacher's likeliest tokens", str(path), fix)
+        raise DataError("there is no file of the teacher's top-k tokens", str(path), fix)
     damaged = DataError(
-        "the file of the teacher's likeliest tokens is damaged", str(path), f"remove it, and {fix}"
+        "the file of the teacher's top-k tokens is damaged", str(path), f"remove it, and {fix}"
     )
     try:
         with path.open("rb") as file:

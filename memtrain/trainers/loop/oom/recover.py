@@ -301,10 +301,12 @@ def _can(settings: Settings, name: str) -> bool:
 
 
 OOM_STEPS: dict[str, Callable[[Settings], str]] = {
-    "slices": lambda settings: f"layers go in slices of {settings.slice_tokens:,} tokens from now on",
+    "slices": lambda settings: (
+        f"layers are computed in slices of {settings.slice_tokens:,} tokens from now on"
+    ),
     "checkpointing": lambda settings: "every layer is checkpointed from now on",
     "offloading": lambda settings: "activations are offloaded to CPU from now on",
     "loss_tile": lambda settings: f"the loss uses chunks of {gib(settings.loss_tile_bytes)} from now on",
-    "weights": lambda settings: "the layers' weights live on CPU from now on",
+    "weights": lambda settings: "the layers' weights are kept on CPU from now on",
 }
 """Strategies in the order they are tried, and their sentences."""

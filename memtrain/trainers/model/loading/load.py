@@ -107,7 +107,7 @@ def refuse_random_in_bits(recipe: Model) -> None:
 def _refuse_packed(quantize: str) -> None:
     if quantize != "none":
         raise LaunchError(
-            f"model.quantize {quantize} is for weights that exist, and this model begins with random ones",
+            f"model.quantize {quantize} is for existing weights, but this model begins with random ones",
             "model.quantize",
             "set it to none, or give model.path",
         )

@@ -60,7 +60,7 @@ def load_environment(recipe: Environment) -> EnvironmentClass:
     make = named_in_module(recipe.path, PLACE)
     if not inspect.isclass(make) or not callable(getattr(make, "step", None)):
         raise RecipeError(
-            f"{recipe.path} is no environment: it is no class with a method `step`",
+            f"{recipe.path} is not an environment: it is not a class with a method `step`",
             PLACE,
             "write a class with `step(self, text)`, which returns the words that follow, or None at the end",
         )

@@ -78,10 +78,10 @@ class RewardReader:
         is_chat = not isinstance(asked.prompt, str)
         fault = fix = ""
         if (is_chat or self.reading.rows == "conversations") and self._rendering.chat_template is None:
-            fault = "the rows are conversations, and its tokenizer has no chat template"
+            fault = "the rows are conversations, but its tokenizer has no chat template"
             fix = "set chat_template of this model, or use a model whose tokenizer has a template"
         elif is_chat and self.reading.rows == "strings":
-            fault = "the rows are conversations, and the reward model was trained on strings"
+            fault = "the rows are conversations, but the reward model was trained on strings"
             fix = "give the prompts as strings, or train the reward model on rows of messages"
         else:
             try:

@@ -81,7 +81,7 @@ class Tools:
             calls = tool_calls(text)
         except ValueError as error:
             self.num_failed += 1
-            return [f"error: this is no tool call: {error}"]
+            return [f"error: this is not a tool call: {error}"]
         return [self.result_of(one) for one in calls] or None
 
     def result_of(self, call: ToolCall) -> str:

@@ -44,7 +44,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_not_again_for_the_datase
     with pytest.raises(DataError) as error:
         locate(Source(source="some/dataset"), "text")
     assert error.value.text() == (
-        "error: 'some/dataset' is no file or folder here, and as a dataset of the hub it is not in the "
+        "error: 'some/dataset' is not a file or folder here, and as a hub dataset it is not in the "
         "cache: the hub cannot be reached\n"
         "   at: data\n"
         f"  try: check the spelling; a relative path begins at the current folder, {tmp_path}; for a dataset "
@@ -75,7 +75,7 @@ def test_a_name_that_the_hub_does_not_have_is_reported_with_the_nearest_file(hub
     monkeypatch.chdir(tmp_path)
     (tmp_path / "alpaca.json").write_text("[]")
     hub(none, missing)
-    with pytest.raises(DataError, match="'alpaca' is no file or folder here, and the hub has no") as error:
+    with pytest.raises(DataError, match="'alpaca' is not a file or folder here, and the hub has no") as error:
         locate(Source(source="alpaca"), "text")
     assert error.value.faults[0].fix == "did you mean 'alpaca.json'?"
 

@@ -60,7 +60,7 @@ def test_functions_answer_calls_and_every_failure_is_returned_to_the_model():
     (reported,) = made.step('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>') or [""]
     assert reported.startswith("error: TypeError: add() missing")
     (reported,) = made.step("<tool_call>{</tool_call>") or [""]
-    assert reported.startswith("error: this is no tool call: Expecting")
+    assert reported.startswith("error: this is not a tool call: Expecting")
     assert made.step("it is 3") is None
     assert (made.num_calls, made.num_failed) == (3, 3)
     (definition,) = Adding.definitions()
