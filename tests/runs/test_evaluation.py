@@ -34,7 +34,8 @@ def dies_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 def test_a_run_ends_where_nothing_is_gained_and_goes_on_to_the_same_end(runs, metrics, monkeypatch):
     """Killed after its first evaluation without a gain, it must count on from there, bit for bit."""
-    words = (*WORSE, "eval.early_stopping.patience=2")
+    samples = "eval.samples={prompts: [one], max_tokens: 2, every_steps: 100}"
+    words = (*WORSE, samples, "eval.early_stopping.patience=2")
     folder = runs.done("whole", *words)
     losses = [event["loss"] for event in metrics(folder, "eval")]
     best = losses.index(min(losses)) + 1
@@ -46,6 +47,7 @@ def test_a_run_ends_where_nothing_is_gained_and_goes_on_to_the_same_end(runs, me
         f"best {min(losses):.4f} at step {best}"
     )
     assert final["stopped_early"] in (folder / "report.html").read_text()
+    assert [event["step"] for event in metrics(folder, "sample")] == [0, best + 2]
     dies_at(monkeypatch, best + 1)
     assert runs.run("killed", *words).code != 0
     monkeypatch.undo()

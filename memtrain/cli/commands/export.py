@@ -34,7 +34,7 @@ def export(
         f"The {kind} after step {made.step} is in {made.folder} ({made.dtype}, {made.num_files} {files})."
     )
     if made.why_whole:
-        print_text(f"The host held the whole model: {made.why_whole}.")
+        print_text(f"The whole model was in memory at once, not a module at a time: {made.why_whole}.")
 
 
 def _bytes_of(size: str) -> int:

@@ -30,7 +30,7 @@ def merge(
         f"{merged.num_modules} modules merged; the model is in {whole(merged.folder)} ({merged.dtype})."
     )
     if merged.why_whole:
-        print_text(f"The host held the whole model: {merged.why_whole}.")
+        print_text(f"The whole model was in memory at once, not a module at a time: {merged.why_whole}.")
     if merged.was_quantized:
         print_text(
             f"The adapter was trained on {merged.was_quantized} weights and merged into the full ones: "

@@ -244,7 +244,7 @@ def _emit(errors: Sequence[ErrorDetails], checked: _Checked) -> set[Path]:
         if any(error["type"] == "missing" for error in group):
             if not checked.is_meant(path) and not checked.at_fault:
                 _add_missing(path, annotation, place, checked)
-        elif messages and path and checked.is_meant(path):
+        elif messages and path and (dotted(path) in checked.meant if is_rule else checked.is_meant(path)):
             continue
         elif is_rule or (messages and _reader_speaks(annotation)):
             if not checked.names_a_fault(messages[0], path):

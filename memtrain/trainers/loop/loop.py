@@ -109,7 +109,11 @@ def _steps_left(run: Run) -> None:
         run.position.eval_loss = None
         if run.eval_feed is not None and _is_due(run, work, run.plan.recipe.eval.every_steps):
             evaluate(run)
-        if run.sample is not None and samples is not None and _is_due(run, work, samples.every_steps):
+        if (
+            run.sample is not None
+            and samples is not None
+            and (_is_due(run, work, samples.every_steps) or is_over(run))
+        ):
             run.emit(run.sample(run.position.step))
         is_stopped, is_last = _agreed_to_stop(run), is_over(run)
         if (

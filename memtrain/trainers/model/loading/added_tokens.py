@@ -26,7 +26,7 @@ def grow_embeddings(model: PreTrainedModel, vocab_size: int, first_new: int) -> 
     does not move. Raises: NeedsWhole where the weights have no data yet.
     """
     if is_keeping():
-        raise NeedsWhole("tokens are added, whose rows are the mean of all others")
+        raise NeedsWhole("the rows of added tokens begin as the mean of all others")
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding), "A causal LM looks its tokens up in an embedding."
     if vocab_size > embedding.num_embeddings:
