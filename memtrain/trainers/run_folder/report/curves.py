@@ -64,6 +64,7 @@ KNOWN: tuple[tuple[str, tuple[Chart, ...]], ...] = (
             Chart("Rewards by function", "reward", ("rewards/",)),
             Chart("Standard deviation of rewards", "reward", ("reward_std",)),
             Chart("Groups of equal rewards", "share of groups", ("zero_std_groups",)),
+            Chart("Groups resampled", "groups", ("groups_resampled",)),
         ),
     ),
     (

@@ -35,8 +35,10 @@ from memtrain.trainers.run_folder.report.data_words import lost_words, source_wo
 from memtrain.trainers.run_folder.report.evaluation_rows import ending_rows, held_out_rows
 from memtrain.trainers.run_folder.report.expert_rows import expert_words
 from memtrain.trainers.run_folder.report.rollout_words import (
+    RESAMPLED,
     counted_words,
     mean_length_words,
+    resampled_words,
     turn_words,
 )
 from memtrain.trainers.run_folder.report.time_words import host_memory_words, host_words, save_words
@@ -113,6 +115,8 @@ class Figures:
     """Mean length of the completions of each rollout, in tokens."""
     turns: tuple[tuple[float, float], ...]
     """Mean turns of a completion and tokens of the environment in it, of each rollout with an environment."""
+    resampled: tuple[float, ...]
+    """Groups that dynamic sampling replaced, of each rollout where it is on."""
     tokens: int
     """Of the sequences of the steps; of the rollouts, where completions are written."""
     loss_tokens: int
@@ -188,6 +192,7 @@ def figures_of(report: Report) -> Figures:
         turns=tuple(
             (step.extra["turns"], step.extra["environment_tokens"]) for step in steps if "turns" in step.extra
         ),
+        resampled=tuple(step.extra[RESAMPLED] for step in steps if RESAMPLED in step.extra),
         tokens_per_s=sum(speed_tokens(step, counts_rollouts) for step in timed) / timed_s
         if timed_s
         else None,
@@ -300,6 +305,8 @@ def _figures_table(report: Report) -> Table:
         table.add_row("completion length", words)
     if words := turn_words(figures.turns):
         table.add_row("turns", words)
+    if words := resampled_words(figures.resampled):
+        table.add_row("groups resampled", words)
     if words := eval_words(figures):
         table.add_row(eval_name(figures), words)
     for row in held_out_rows(report.evals, report.plan):

@@ -40,6 +40,7 @@ from memtrain.trainers.run_folder.report.report import (
 from memtrain.trainers.run_folder.report.rollout_words import (
     counted_words,
     mean_length_words,
+    resampled_words,
     turn_words,
 )
 from memtrain.trainers.run_folder.report.sample import sample_rows
@@ -107,6 +108,8 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
         tiles.append(("completion length", *_value_and_remark(words)))
     if words := turn_words(figures.turns):
         tiles.append(("turns", *_value_and_remark(words)))
+    if words := resampled_words(figures.resampled):
+        tiles.append(("groups resampled", *_value_and_remark(words)))
     if words := eval_words(figures):
         tiles.append((eval_name(figures), *_value_and_remark(words)))
     more = held_out_rows(report.evals, report.plan)

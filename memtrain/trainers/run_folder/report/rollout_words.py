@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+RESAMPLED = "groups_resampled"
+"""Metric of a step: the groups that dynamic sampling replaced before it."""
+
 
 def mean_length_words(lengths: Sequence[float]) -> str:
     """First and last mean length of the completions of a rollout; empty for methods without."""
@@ -19,6 +22,14 @@ def turn_words(turns: Sequence[tuple[float, float]]) -> str:
         return ""
     made, read = (sum(values) / len(turns) for values in zip(*turns, strict=True))
     return f"{made:,.1f} in a completion (and {read:,.1f} tokens of the environment, which are not trained)"
+
+
+def resampled_words(counts: Sequence[float]) -> str:
+    """Groups that dynamic sampling replaced over the run; empty where it is off."""
+    if not counts:
+        return ""
+    rollouts = f"{len(counts):,} rollout{'' if len(counts) == 1 else 's'}"
+    return f"{sum(counts):,.0f} in {rollouts} (of rewards that were all alike; other prompts came instead)"
 
 
 def counted_words(tokens: int, loss_tokens: int, lengths: Sequence[float]) -> str:
