@@ -10,7 +10,9 @@ import yaml
 from memtrain.cli.rescue.find import Rescue, RescueQuestion, rescued_foreign
 from memtrain.recipes.importers.importing import TOOLS, Foreign
 
-FILES = tuple(Path(__file__).parent / name for name in ("reports.yaml", "more_reports.yaml"))
+FILES = tuple(
+    Path(__file__).parent / name for name in ("reports.yaml", "more_reports.yaml", "latest_reports.yaml")
+)
 KNOWN_KEYS = {"link", "tool", "method", "config", "taken", "gpu", "budget", "processes"} | {
     "host_memory",
     "message",

@@ -57,6 +57,23 @@ def test_a_run_that_died_of_logits_is_reported():
     assert plan_learns(found) == ()
 
 
+def test_the_change_of_the_thread_is_found_and_measures_as_predicted():
+    """8B, all weights, ZeRO-3 on 8 x 3090: with the offloading file it ran at 13 GB (12.1 GiB) a card."""
+    found = answer(at("LlamaFactory#5977"))
+    assert found.own is not None
+    assert found.own.keys == {"deepspeed": "examples/deepspeed/ds_z3_offload_config.json"}
+    assert found.own.priced.need_bytes == pytest.approx(13e9, rel=0.02)
+
+
+def test_what_offloads_on_one_card_has_its_weights_on_the_host():
+    """30B under ZeRO-3's offloading on a 4090: 60 GiB of weights were planned on the card; logits held it."""
+    found = answer(at("LlamaFactory#9572"))
+    assert found.was is not None
+    assert found.was.priced.settings.weights_offload
+    assert found.held is not None
+    assert found.held.owners[0].owner == "logits"
+
+
 def test_what_fits_by_a_hair_needs_no_key():
     """65B in 4 bits on 47.54 GiB died for 688 MiB: segments that grow are enough."""
     found = answer(at("qlora#17"))

@@ -134,9 +134,10 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
         assumed.append(f"{hardware.name} has no bfloat16: the run is planned in float16.")
     was = as_it_was(foreign, hardware, budget, asked.max_length, pins)
     assumed += was.notes
-    if asked.max_length is None and was.recipe.length.max_length is not None and not was.notes:
+    if asked.max_length is None and was.recipe.online is None:
         longest = was.recipe.length.max_length
-        assumed.append(f"Rows are taken to have {longest:,} tokens, the most that it lets in (--max-length).")
+        words = f"Rows are taken to have {longest:,} tokens, the most that it lets in (--max-length)."
+        assumed.append(words)
     way = None
     if was.priced.need_bytes > budget or died.asked_bytes is not None:
         way = own_way(foreign, was, hardware, budget, asked.max_length, pins)

@@ -104,12 +104,16 @@ def estimate(
 
 
 def _loading(load: Workload) -> Moment:
-    """The model as it is loaded: whole on every rank and then cut, unless each reads its own rows."""
+    """The model as it is loaded: whole on every rank and then cut, unless each reads its own rows.
+
+    transformers' Trainer cuts it as it reads: `deepspeed.zero.Init` under ZeRO-3, FSDP from the host.
+    """
     resting = _resting(load, has_state=False) | {
         "batch": 0,
         "master copies": copies_at_load(load.settings, load.shape),
     }
-    if not shards_weights(load.settings) or load.settings.loads_shards:
+    cuts_first = load.settings.loads_shards or load.batch.foreign is not None
+    if not shards_weights(load.settings) or cuts_first:
         return resting
     return resting | {"weights": weights_bytes(load.settings, load.shape)}
 

@@ -24,7 +24,6 @@ _OFF: Mapping[str, object] = {
 }
 """Strategies that no other tool takes of itself."""
 
-
 _ENGINE = ("cluster.engine", "cluster.cpu_offload")
 
 
@@ -38,7 +37,7 @@ def as_it_was(tool: Tool, reading: ToolReading, made: Translation) -> dict[str, 
     if checkpoints:
         pins["memory.checkpoint_every"] = 1
     pins["memory.activation_offloading"] = "on" if trl.get("activation_offloading") else "off"
-    pins["memory.optimizer_offload"] = "off"
+    pins["memory.optimizer_offload"] = pins["memory.weights_offload"] = "off"
     pins["memory.loss"] = _loss(tool, reading)
     pins["model.liger"] = "auto" if trl.get("use_liger_kernel") else "off"
     packs = bool(trl.get("packing"))
@@ -56,6 +55,9 @@ def as_it_was(tool: Tool, reading: ToolReading, made: Translation) -> dict[str, 
     pins |= {
         key: value for key, (value, _) in reading.direct.items() if key in pins or key.startswith("cluster.")
     }
+    if pins["memory.weights_offload"] == "on" and trl.get("use_peft"):
+        # ZeRO-3's offloading takes what is trained with the rest.
+        pins["memory.weights_offload"] = "all"
     pins |= reading.computed
     if made.recipe_keys.get("generate.backend", ("", ""))[0] == "vllm" and pins["cluster.engine"] != "ddp":
         # vLLM beside shards is not planned here; it sleeps while the shards train.

@@ -31,7 +31,10 @@ def deepspeed(reading: ToolReading, key: str, value: object) -> None:
         if offload == "none":
             return
         # What waits on the host does so without shards too.
-        reading.set_recipe("memory.optimizer_offload", "on", f"{key} with its optimizer on the host")
+        if offload == "parameters":
+            reading.set_recipe("memory.weights_offload", "on", f"{key} with its weights on the host")
+        else:
+            reading.set_recipe("memory.optimizer_offload", "on", f"{key} with its optimizer on the host")
         return
     reading.set_recipe("cluster.engine", f"zero{stage}", key)
     if offload != "none":

@@ -48,17 +48,21 @@ class SegmentLoop:
         K = key_TKD.shape[1]
         out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
         lse_HT = query_THD.new_empty(H, T, dtype=_lse_dtype(query_THD))
-        lse_KGT = lse_HT.view(K, H // K, T)
+        # Views of the whole row, made once: of each segment there is one view more.
+        query_GKTD, out_GKTD = fold(query_THD, K), fold(out_THD, K)
+        key_GKTD, value_GKTD = expand(key_TKD, H // K), expand(value_TKD, H // K)
+        lse_GKT = lse_HT.view(K, H // K, T).transpose(0, 1)
         for q0, q1, k0, k1 in part.spans():
+            queries, keys = (2, q0, q1 - q0), (2, k0, k1 - k0)
             out_GKLD, lse_GKL = cls.attended(
-                fold(query_THD[q0:q1], K),
-                expand(key_TKD[k0:k1], H // K),
-                expand(value_TKD[k0:k1], H // K),
+                query_GKTD.narrow(*queries),
+                key_GKTD.narrow(*keys),
+                value_GKTD.narrow(*keys),
                 is_causal=part.is_causal,
                 scale=scale,
             )
-            out_THD[q0:q1] = unfold(out_GKLD)
-            lse_KGT[:, :, q0:q1] = lse_GKL.transpose(0, 1)
+            out_GKTD.narrow(*queries).copy_(out_GKLD)
+            lse_GKT.narrow(*queries).copy_(lse_GKL)
         return out_THD, lse_HT
 
     @classmethod
@@ -76,25 +80,35 @@ class SegmentLoop:
         """See `two_part.Kernel`."""
         T, H, _ = query_THD.shape
         K = key_TKD.shape[1]
-        lse_KGT = lse_HT.view(K, H // K, T)
+        G = H // K
         dq_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
         dk_TKD = torch.empty_like(key_TKD, memory_format=torch.contiguous_format)
         dv_TKD = torch.empty_like(value_TKD, memory_format=torch.contiguous_format)
+        grad_GKTD, query_GKTD, out_GKTD = fold(grad_THD, K), fold(query_THD, K), fold(out_THD, K)
+        key_GKTD, value_GKTD = expand(key_TKD, G), expand(value_TKD, G)
+        lse_GKT = lse_HT.view(K, G, T).transpose(0, 1)
+        dq_GKTD, dk_KTD, dv_KTD = fold(dq_THD, K), dk_TKD.transpose(0, 1), dv_TKD.transpose(0, 1)
         for q0, q1, k0, k1 in part.spans():
+            queries, keys = (2, q0, q1 - q0), (2, k0, k1 - k0)
             dq_GKLD, dk_GKLD, dv_GKLD = cls.gradients(
-                fold(grad_THD[q0:q1], K),
-                fold(query_THD[q0:q1], K),
-                expand(key_TKD[k0:k1], H // K),
-                expand(value_TKD[k0:k1], H // K),
-                fold(out_THD[q0:q1], K),
-                lse_KGT[:, :, q0:q1].transpose(0, 1).contiguous(),
+                grad_GKTD.narrow(*queries),
+                query_GKTD.narrow(*queries),
+                key_GKTD.narrow(*keys),
+                value_GKTD.narrow(*keys),
+                out_GKTD.narrow(*queries),
+                lse_GKT.narrow(*queries).contiguous(),
                 is_causal=part.is_causal,
                 scale=scale,
             )
-            dq_THD[q0:q1] = unfold(dq_GKLD)
-            dk_TKD[k0:k1] = dk_GKLD.sum(0).transpose(0, 1)
-            dv_TKD[k0:k1] = dv_GKLD.sum(0).transpose(0, 1)
+            dq_GKTD.narrow(*queries).copy_(dq_GKLD)
+            dk_KTD.narrow(1, k0, k1 - k0).copy_(_over_group(dk_GKLD))
+            dv_KTD.narrow(1, k0, k1 - k0).copy_(_over_group(dv_GKLD))
         return dq_THD, dk_TKD, dv_TKD
+
+
+def _over_group(gradient_GKLD: Tensor) -> Tensor:
+    """[K, L, D]: the sum over the heads that share a key."""
+    return gradient_GKLD[0] if gradient_GKLD.shape[0] == 1 else gradient_GKLD.sum(0)
 
 
 def _lse_dtype(tensor: Tensor) -> torch.dtype:
@@ -105,11 +119,6 @@ def fold(segment_LHD: Tensor, K: int) -> Tensor:
     """[G, K, L, D] view: grouped heads go to the batch axis, so that keys are expanded, never repeated."""
     L, H, D = segment_LHD.shape
     return segment_LHD.unflatten(1, (K, H // K)).permute(2, 1, 0, 3)
-
-
-def unfold(folded_GKLD: Tensor) -> Tensor:
-    """[L, H, D]: `fold` undone."""
-    return folded_GKLD.permute(2, 1, 0, 3).flatten(1, 2)
 
 
 def expand(segment_LKD: Tensor, G: int) -> Tensor:
