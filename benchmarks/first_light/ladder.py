@@ -29,6 +29,12 @@ class Stage:
 
 
 BACKENDS = ("torch_varlen", "flash", "flash3", "flex", "torch_efficient", "masked")
+GPU_TESTS: dict[str, tuple[str, ...]] = {
+    "numbers": ("test_attention.py", "test_numbers.py", "test_experts.py"),
+    "memory": ("test_memory.py", "test_bytes_that_move.py", "test_decoding.py", "test_vllm_handles.py"),
+    "runs": ("test_runs.py", "test_small_cards.py", "test_kernels.py"),
+}
+"""Files of tests/gpu by stages: each has its result before the next begins."""
 ENGINES: dict[str, tuple[str, ...]] = {
     "activation_offloading": ("memory.activation_checkpointing=on", "memory.activation_offloading=on"),
     "full_offloading": ("memory.activation_checkpointing=off", "memory.activation_offloading=on"),
@@ -75,7 +81,10 @@ def stages(points: Sequence[Point] = GRID) -> list[Stage]:
         Stage("machine/allocator", "machine:allocator", 60),
         *(Stage(f"back ends/{name}", "probes:back_end", 150, {"name": name}) for name in BACKENDS),
         Stage("doctor", "probes:doctor", 180),
-        Stage("tests marked gpu", "probes:gpu_tests", 300),
+        *(
+            Stage(f"tests marked gpu/{name}", "probes:gpu_tests", 160, {"files": list(files)})
+            for name, files in GPU_TESTS.items()
+        ),
         Stage("bit for bit/none", "engines:twice", 120),
         *(
             Stage(f"bit for bit/{name}", "engines:against_none", 120, {"overrides": list(words)})

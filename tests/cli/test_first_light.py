@@ -16,7 +16,7 @@ import pytest
 from first_light import results, supervise
 from first_light.bench import Bench, Planned
 from first_light.grid import GRID, METHODS, SIZES, STRATEGIES, sampled
-from first_light.ladder import Stage, stages
+from first_light.ladder import GPU_TESTS, Stage, stages
 from first_light.page import page
 from first_light.stages.probes import TESTS, run_for
 from first_light.stages.profiling import covered
@@ -209,6 +209,8 @@ def test_every_test_marked_gpu_is_one_that_the_ladder_runs():
     assert [str(path) for path in marked if not path.is_relative_to(TESTS)] == []
     files = {path.relative_to(ROOT) for path in (ROOT / TESTS).glob("test_*.py")}
     assert files == marked, "Each file of the folder has the mark."
+    on_ladder = [name for of_stage in GPU_TESTS.values() for name in of_stage]
+    assert sorted(on_ladder) == sorted(path.name for path in files), "Each is in one stage."
 
 
 def test_tests_that_take_too_long_are_ended_and_what_they_said_is_there(tmp_path: Path):
@@ -263,7 +265,14 @@ def test_the_ladder_runs_from_a_bare_tree_with_tiny_models_on_a_cpu(tmp_path: Pa
 
 
 LITTLE = (
-    *("machine/", "back ends/masked", "back ends/flex", "doctor", "tests marked", "bit for bit/none"),
+    *(
+        "machine/",
+        "back ends/masked",
+        "back ends/flex",
+        "doctor",
+        "tests marked gpu/runs",
+        "bit for bit/none",
+    ),
     *("bit for bit/optimizer_offload", "speed/0.6B full 8k", "profile/0.6B LoRA", "32 rows"),
     *("24 GiB/0.6B", "TRL/0.6B full", "k = 2", "torch's operators", "longest row/0.6B"),
     f"grid/{GRID[0].name}",
