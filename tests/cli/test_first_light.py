@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from first_light.stages.steps import operations_of
 from first_light.summary import summary
 from first_light.supervise import Run, Worker
 from first_light.traces import Tracers
+from first_light.wheels import site_of
 
 from memtrain.trainers.data.store.token_store import TokenStore
 
@@ -278,6 +281,25 @@ LITTLE = (
     f"grid/{GRID[0].name}",
     *(f"grid/{one.name}" for one in GRID[:8] if one.method == "kto"),
 )
+
+
+def test_wheels_that_lie_in_the_tree_are_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A machine without a network has them from there, before its own packages."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    assert site_of(tmp_path) is None
+    (tmp_path / ".whl").mkdir()
+    about = "memtrain_pens-1.0.dist-info"
+    with ZipFile(tmp_path / ".whl" / "memtrain_pens-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("memtrain_pens.py", "COUNT = 12")
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: memtrain-pens\nVersion: 1.0\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    site = site_of(tmp_path)
+    assert site is not None
+    assert (site / "memtrain_pens.py").read_text() == "COUNT = 12"
+    monkeypatch.setattr(subprocess, "run", None)
+    assert site_of(tmp_path) == site, "The same wheels are there already."
 
 
 def test_a_trace_that_a_call_gave_up_is_made_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,6 +14,7 @@ from memtrain.trainers.model.attention import set_attention
 from memtrain.trainers.model.attention.row_layout import shared_layout
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.neftune import add_noise, shared_row_lengths
+from memtrain.trainers.model.offload import activations
 from memtrain.trainers.model.offload.checkpointing import checkpoint_layers, draws_numbers, recompute
 
 TinyModel = Callable[..., Any]
@@ -163,3 +164,20 @@ def test_the_random_state_is_kept_only_where_numbers_are_drawn(tiny_llama, confi
     assert draws_numbers(model) == draws
     layer = checkpoint_layers(model, 1).layers[0]
     assert (layer._gradient_checkpointing_func is recompute) == draws
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compiled_layers_are_computed_again_as_compiled_ones(
+    tiny_llama: TinyModel, make_settings: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, compiled: bool
+):
+    """torch's own checkpoint would compute them again uncompiled, to other roundings."""
+
+    def again(layer: Callable[..., Any], *inputs: Any) -> Any:
+        return layer(*inputs)
+
+    monkeypatch.setattr(activations, "recompute_compiled", lambda: again)
+    settings = make_settings(checkpoint_every=1, compiled=compiled)
+    treated = activations.apply_checkpointing_and_offload(tiny_llama(), settings).checkpointing
+    assert treated is not None
+    ways = {layer._gradient_checkpointing_func is again for layer in treated.layers}
+    assert ways == {compiled}
