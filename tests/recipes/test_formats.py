@@ -327,3 +327,45 @@ def test_prompts_keep_the_other_columns():
 def test_a_row_of_nothing_is_refused():
     with pytest.raises(BadRow, match="'prompt' and 'completion' are both empty"):
         prompt_completion.parse({"prompt": "", "completion": ""}, NAMES)
+
+
+def test_a_pair_of_single_messages_comes_after_its_conversation():
+    """LLaMA-Factory's form; where the answers are lists, `messages` beside them is no prompt."""
+    row = {
+        "conversations": [{"from": "human", "value": "a"}],
+        "chosen": {"from": "gpt", "value": "yes"},
+        "rejected": {"role": "assistant", "content": "no"},
+    }
+    every = (*METHOD_FORMATS["sft"], "preference")
+    form, names = detect(row, Columns(), "auto", every, "d:1")
+    assert form.name == "preference"
+    found = form.parse(row, names)
+    assert found.prompt == ({"role": "user", "content": "a"},)
+    assert found.chosen == ({"role": "assistant", "content": "yes"},)
+    assert found.rejected == ({"role": "assistant", "content": "no"},)
+    assert detect(row, Columns(), "auto", METHOD_FORMATS["sft"], "d:1")[0].name == "messages"
+    assert detect(row, Columns(), "messages", every, "d:1")[0].name == "messages"
+    whole = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "yes"}]
+    lists = {
+        "messages": whole,
+        "chosen": whole,
+        "rejected": [*whole[:1], {"role": "assistant", "content": "no"}],
+    }
+    _, names = detect(lists, Columns(), "auto", METHOD_FORMATS["dpo"], "d:1")
+    assert names.prompt == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question;answer": "a;b"}, "its columns are separated by ';'"),
+        ({"version": "1", "data": [{"question": "a"}]}, "the rows seem to be in column 'data'"),
+        ({"qa": {"question": "a"}, "id": 1}, "write the fields of column 'qa' as columns of their own"),
+        ({"body": "a", "id": 1}, "data.columns: {text: body}"),
+        ({"frage": "a", "antwort": "b", "nr": 1}, "data.columns: {prompt: frage, completion: antwort}"),
+    ],
+)
+def test_columns_that_fit_no_format_are_answered_by_what_they_hold(row, says):
+    with pytest.raises(DataError) as error:
+        detect(row, Columns(), "auto", METHOD_FORMATS["sft"], "d:1")
+    assert says in error.value.faults[0].fix

@@ -241,8 +241,11 @@ def source_words(recipe: Recipe, source: Source, place: str, found: list[Found])
     num_good, bad, unused = first_rows(one)
     if bad and recipe.data.on_bad_row == "error":
         raise DataError(_once(bad))
-    skipped = f", {len(bad)} bad ones among them are skipped" if bad else ""
-    rows = f"the first {num_good:,} rows" if num_good != 1 else "the first row"
+    num_rows = num_good + len(bad)
+    rows = f"the first {num_rows:,} rows" if num_rows != 1 else "the first row"
+    if bad:
+        rows = f"{num_good:,} of {rows}"
+    skipped = f" ({len(bad):,} bad {'one is' if len(bad) == 1 else 'ones are'} skipped)" if bad else ""
     notes = "".join(f"; {note}" for note in (*one.notes, *unused))
     return f"{source.source}: format {one.reading.form}, {rows} can be used{skipped}{notes}"
 

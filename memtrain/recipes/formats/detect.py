@@ -10,6 +10,8 @@ The rule, on the columns of the first row that are not null, after `data.columns
     question, answer             question_answer
     messages (or conversations)  messages
     text                         text
+    messages before chosen, rejected that are one message each
+                                 preference
     prompt, and none of these    prompt
 
 A format whose columns are part of a longer match is not counted. Where two are left, the method may use only
@@ -19,7 +21,7 @@ one of them; where it may use both, `data.format` has to say which.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -35,7 +37,7 @@ from memtrain.recipes.formats import (
     text,
     unpaired,
 )
-from memtrain.recipes.formats.fields import Example, Names, Row, mapping_hint, names_of
+from memtrain.recipes.formats.fields import Example, Names, Row, is_message, mapping_hint, names_of
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.data import Columns, Format
 
@@ -129,6 +131,8 @@ def detect(
     """
     present = tuple(str(column) for column, value in row.items() if value is not None)
     names = names_of(columns, present)
+    if "preference" in allowed and declared in ("auto", "preference"):
+        names = after_a_conversation(row, names)
     check_mapping(columns, [str(column) for column in row], where)
     if declared != "auto":
         if declared not in allowed:
@@ -150,6 +154,16 @@ def detect(
         where,
         f"choose one: data.format: {usable[0].name}",
     )
+
+
+def after_a_conversation(row: Row, names: Names) -> Names:
+    """The names where the answers of a pair are one message each, and the conversation before them is their
+    prompt: `conversations`, `chosen`, `rejected`, as LLaMA-Factory has them."""
+    answers = (row.get(names.chosen), row.get(names.rejected))
+    has_turns = row.get(names.messages) is not None and row.get(names.prompt) is None
+    if has_turns and all(is_message(answer) for answer in answers):
+        return replace(names, prompt=names.messages, messages="")
+    return names
 
 
 @cache
@@ -194,6 +208,11 @@ def no_format(
 
 def _mapping_example(row: Row, needed: Sequence[str]) -> str:
     """The `data.columns` line for columns of unknown names: theirs where as many hold text as are needed."""
+    if len(row) == 1 and (found := [mark for mark in ";|\t" if mark in str(next(iter(row)))]):
+        return f"its columns are separated by {found[0]!r}: write commas, or tabs in a .tsv file"
+    for column, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            return f"the rows seem to be in column '{column}': write that list as a file of its own"
     texts = [str(column) for column, value in row.items() if isinstance(value, str)]
     objects = [str(column) for column, value in row.items() if isinstance(value, Mapping)]
     if objects and not texts:

@@ -218,12 +218,22 @@ def text_or_messages_at(row: Row, column: str) -> str | Messages:
     value = value_at(row, column)
     if isinstance(value, str):
         return value
+    if is_message(value):
+        return messages_in([value], column)
     if not isinstance(value, (list, tuple)):
         raise BadRow(
             f"column '{column}' is {kind_of(value)} ({shown(value)}), not a string or a list of messages",
             OTHER_COLUMN,
         )
     return messages_in(cast(Sequence[object], value), column)
+
+
+def is_message(value: object) -> bool:
+    """Whether a value is one message, outside of a list: `{"from": "gpt", "value": ...}`."""
+    if not isinstance(value, Mapping):
+        return False
+    keys = cast(Mapping[str, Any], value).keys()
+    return {"role", "content"} <= keys or {"from", "value"} <= keys
 
 
 def messages_in(value: object, column: str) -> Messages:

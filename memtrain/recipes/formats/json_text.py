@@ -34,7 +34,9 @@ class JsonReader:
         except json.JSONDecodeError as error:
             raise BadRow(
                 f"invalid JSON: {error.msg} (column {error.colno})",
-                "fix the line; each line is one JSON object",
+                "name the file .json: it is one JSON value over several lines"
+                if text.strip() in ("{", "[")
+                else "fix the line; each line is one JSON object",
             ) from None
         except (RecursionError, ValueError) as error:
             raise BadRow(*too_much(error)) from None

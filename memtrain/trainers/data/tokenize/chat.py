@@ -117,4 +117,7 @@ def trained_words(made_of: dict[str, Any]) -> str:
         "text": "whole rows",
         "ids": "whole rows, or the tokens that their labels select",
     }
-    return "; ".join(words[form] for form in words if form in forms)
+    kinds = {"messages": "conversations", "prompt_completion": "prompts with completions", "text": "texts"}
+    if len(forms) == 1:
+        return "".join(words[form] for form in words if form in forms)
+    return "; ".join(f"of {kinds.get(form, form)} {words[form]}" for form in words if form in forms)
