@@ -30,9 +30,9 @@ def bench(
 ) -> None:
     """Measure a recipe from the plain run to its plan, one strategy at a time.
 
-    Each variant runs in a process of its own, on the same rows, and all take turns: peak memory, tokens a
-    second and losses, with what the planner predicts beside them. Completions of online methods are fixed
-    ones.
+    Each variant runs in a separate process on the same rows, and the variants take turns. Measured are peak
+    memory, tokens per second and losses, beside the planner's predictions. Completions of online methods are
+    fixed.
     """
     from tempfile import TemporaryDirectory
 

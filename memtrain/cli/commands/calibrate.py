@@ -17,11 +17,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, a
 
 
 def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False) -> None:
-    """Measure rates and overheads of this machine, and keep them for its plans.
+    """Measure rates and overheads of this machine, and store them for later plans.
 
-    Kept in ~/.cache/memtrain/calibration (or the folder that MEMTRAIN_CALIBRATION names; `off`: nothing is
-    kept and nothing is read), under the device's name and the versions of torch and transformers. Runs that
-    end put their measured peaks there too, and correct later predictions by at most 10 %.
+    They are stored in ~/.cache/memtrain/calibration (or the folder in MEMTRAIN_CALIBRATION; `off` disables
+    the store), by device name and versions of torch and transformers. Finished runs store their measured
+    peaks there too, which correct later predictions by at most 10 %.
     """
     from memtrain.errors import LaunchError
     from memtrain.memory.hardware.calibration import Measured, device_file, folder, measured_of, remember

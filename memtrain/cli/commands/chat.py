@@ -29,7 +29,7 @@ def chat(
         ),
     ] = None,
 ) -> None:
-    """Talk with the model of a finished run.
+    """Chat with the model of a finished run.
 
     Ctrl-C stops an answer, /reset forgets the turns, /quit or Ctrl-D ends.
     """

@@ -26,11 +26,11 @@ def check(
         ),
     ] = False,
 ) -> None:
-    """Check a recipe, its model and its data: every fault at once, each with its line; else every key with
-    its place.
+    """Check a recipe, its model and its data. All faults are shown at once, each with its line; without
+    faults, every key with its place.
 
-    Looked at: keys, model and weight files, tokenizer, the first rows of each source, reward functions,
-    trackers, packages. Nothing is downloaded, and nothing is started.
+    Checked are keys, model and weight files, tokenizer, the first rows of each source, reward functions,
+    trackers and packages. Nothing is downloaded or started.
     """
     from memtrain.cli.output.previous_notes import read_recipe
     from memtrain.cli.plan.check_run import check_rest, check_run

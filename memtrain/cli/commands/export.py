@@ -23,7 +23,7 @@ def export(
         str, typer.Option(help="Largest file of weights, such as 5GiB; an index joins several.")
     ] = "50GB",
 ) -> None:
-    """Write the model of a checkpoint in the Hugging Face format, whatever engine trained it."""
+    """Export a checkpoint of any engine as a Hugging Face model."""
     hide_progress_bars()
     from memtrain.trainers.tools.export import export_run
 

@@ -50,7 +50,7 @@ def import_config(
     processes: Processes = None,
     force: Force = False,
 ) -> None:
-    """Write the recipe of another tool's training; list its keys without a counterpart."""
+    """Translate another trainer's configuration into a recipe, and list its keys without a counterpart."""
     _import(config, tool, method, output, processes, force)
 
 
@@ -65,7 +65,7 @@ def import_trl(
     processes: Processes = None,
     force: Force = False,
 ) -> None:
-    """Write the recipe of a TRL configuration; list its keys without a counterpart."""
+    """Translate a TRL configuration into a recipe, and list its keys without a counterpart."""
     _import(str(config), "trl", method, output, processes, force)
 
 

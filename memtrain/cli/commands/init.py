@@ -27,7 +27,7 @@ def init(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
 ) -> None:
-    """Write a commented recipe that runs as it is, on data and a model that are made on the spot.
+    """Write a commented starter recipe. It runs unchanged, on a built-in model and built-in data.
 
     Every spelling of a method works: online-dpo, online_dpo, OnlineDPO.
     """

@@ -114,8 +114,8 @@ def inspect_lengths(
     html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Length distribution of the rows, and losses and costs of each max_length: choose length.max_length by
-    it."""
+    """Show the lengths of a dataset's rows, and what each max_length loses and costs, to choose
+    length.max_length."""
     given = Words(dataset, tuple(overrides or ()), model, tokenizer, method, recipe)
     from memtrain.cli.output.length_report import screen_lines
     from memtrain.trainers.data.length_report.html import page

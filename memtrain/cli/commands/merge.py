@@ -21,7 +21,7 @@ def merge(
         str | None, typer.Option(help="Precision of the weights; the run's own if not given.")
     ] = None,
 ) -> None:
-    """Fold a run's adapter into its base model and write a full one. The run stays as it is."""
+    """Merge a run's adapter into its base model and write a full model. The run itself is not changed."""
     hide_progress_bars()
     from memtrain.trainers.tools.merge import merge_run
 

@@ -15,7 +15,7 @@ def methods(
         bool, typer.Option("--strategies", help="List the memory strategies instead of the methods.")
     ] = False,
 ) -> None:
-    """List the methods that a recipe may ask for, as a command or as `method:`."""
+    """List the training methods; each is a command and a value of `method:`."""
     if not strategies:
         print_table(
             ("method", "what it does"), [(method.name, method.summary) for method in METHODS.values()]

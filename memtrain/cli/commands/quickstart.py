@@ -16,7 +16,7 @@ def quickstart(
     core.
 
     Nothing is downloaded: the model starts from random weights and knows nothing, not even English. The
-    sample at the end shows that it has learned the form of an answer; right answers take a larger model.
+    sample at the end shows that it has learned the form of an answer; correct answers need a larger model.
     """
     from memtrain.cli.commands.train import run_recipe
     from memtrain.cli.plan.plain_plan import plain_plan

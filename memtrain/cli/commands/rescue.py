@@ -73,11 +73,11 @@ def rescue(
     html: Html = None,
     force: Force = False,
 ) -> None:
-    """Say what held the memory when a run died, and the smallest change that makes it fit on the same card.
+    """Show what held the memory when a run failed, and the smallest change that makes it fit on the same GPU.
 
-    First in the run's own tool, by the keys to change there; then as a recipe of memtrain, with the
-    prediction, the cost in time, and what it learns differently. No data is read: rows are taken to be as
-    long as they may be. Nothing is started, and no GPU is needed.
+    The change is shown first as keys of the run's own tool, then as a memtrain recipe with its prediction,
+    its cost in time, and any change to the result. No data is read: rows are assumed to have the maximum
+    length. Nothing is started, and no GPU is needed.
     """
     from memtrain.cli.output.terminal import write_text
     from memtrain.cli.rescue.find import RescueQuestion, rescued

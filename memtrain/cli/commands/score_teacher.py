@@ -19,7 +19,7 @@ def score_teacher(
     ],
     overrides: OverridesArgument = None,
 ) -> None:
-    """Write the teacher's likeliest tokens for the data of a recipe, so that its run loads no teacher.
+    """Write the teacher's top-k tokens for the data of a recipe, so that its run loads no teacher.
 
     The recipe's distill section has teacher, top_k and top_k_file. The teacher alone is loaded.
     """

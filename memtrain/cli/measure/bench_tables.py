@@ -15,7 +15,7 @@ from memtrain.trainers.pages.memory_bars import memory_unit
 from memtrain.trainers.pages.page import render
 
 TEMPLATE = Path(__file__).parent / "templates" / "bench.html.j2"
-HEADERS = ("variant", "peak", "predicted", "off", "resident", "tokens/s", "speed of plain", "loss differs by")
+HEADERS = ("variant", "peak", "predicted", "off", "resident", "tokens/s", "plain = 1", "loss differs by")
 
 
 def print_bench(made: Bench) -> None:
@@ -41,8 +41,8 @@ def heading(made: Bench) -> str:
     """Subject, device and repetitions of the measurements."""
     times = "once" if made.repeats == 1 else f"{made.repeats} times each, in turns"
     return (
-        f"{made.method}: {made.recipe} on {made.device}; {made.steps} timed steps, {times}, each in a "
-        "process of its own"
+        f"{made.method}: {made.recipe} on {made.device}; {made.steps} timed steps, {times}, each in "
+        "its own process"
     )
 
 
@@ -50,7 +50,7 @@ def sections(made: Bench) -> list[tuple[str, Sequence[Row]]]:
     """The tables that have rows, each with its title."""
     found = (
         ("From the plain run to the plan, one strategy at a time", made.rows),
-        ("The plan without each of them", made.ablations),
+        ("The plan without each strategy", made.ablations),
         ("Against", made.against),
     )
     return [(title, rows) for title, rows in found if rows]
@@ -88,7 +88,8 @@ def page(made: Bench) -> str:
     """The whole page, which loads nothing from anywhere."""
     return render(
         TEMPLATE,
-        title=heading(made),
+        title=f"{made.method}: {made.recipe}",
+        how=heading(made).partition(f"{made.recipe} ")[2],
         sections=[(name, _peaks(rows), table(rows, made.rows[0])) for name, rows in sections(made)],
         headers=HEADERS,
         note=NOTE,

@@ -136,8 +136,7 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
     assumed += was.notes
     if asked.max_length is None and was.recipe.online is None:
         longest = was.recipe.length.max_length
-        words = f"Rows are taken to have {longest:,} tokens, the most that it lets in (--max-length)."
-        assumed.append(words)
+        assumed.append(f"Rows are assumed to have {longest:,} tokens, the maximum (--max-length changes it).")
     way = None
     if was.priced.need_bytes > budget or died.asked_bytes is not None:
         way = own_way(foreign, was, hardware, budget, asked.max_length, pins)
