@@ -8,7 +8,7 @@ from typing import Literal
 from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.batching import Micro
-from memtrain.memory.rules.ledger import DecisionLog
+from memtrain.memory.rules.ledger import DecisionLog, streams
 from memtrain.memory.rules.streamed_layers import STREAMED
 
 RecoveryStep = Literal["split", "slices", "checkpointing", "offloading", "loss_tile", "weights"]
@@ -23,6 +23,10 @@ RETRIES: dict[RecoveryStep, str] = {
     "weights": "the layers' weights on CPU",
 }
 """Words of the rungs, in the order in which they are tried."""
+
+STREAMED_RETRIES = {name: words for name, words in RETRIES.items() if name != "checkpointing"}
+STREAMED_RETRIES["slices"] = "shorter slices of layers"
+"""The same of a run whose recipe asks for slices, which are recomputed as checkpointed layers are."""
 
 
 def decide_preflight(ledger: DecisionLog, settings: Settings) -> bool:
@@ -81,7 +85,8 @@ def decide_recovery(
     if not can_move_weights:
         impossible.add("weights")
     steps: tuple[RecoveryStep, ...] = tuple(step for step in allowed if step not in impossible)
-    tried = ", then ".join(words for step, words in RETRIES.items() if step in steps)
+    retries = STREAMED_RETRIES if streams(recipe) else RETRIES
+    tried = ", then ".join(words for step, words in retries.items() if step in steps)
     words = f"on OOM: retry with {tried}" if tried else "on OOM: the run ends, as no other step is allowed"
     ledger.decide("oom_recovery", "on", words, "memory.oom_recovery")
     return steps

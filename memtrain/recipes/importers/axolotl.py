@@ -8,6 +8,7 @@ from typing import Any, cast
 from memtrain.errors import RecipeError
 from memtrain.recipes.importers.axolotl_keys import KEYS
 from memtrain.recipes.importers.engines import deepspeed, fsdp
+from memtrain.recipes.importers.positions import scale_positions
 from memtrain.recipes.importers.tool import Tool, ToolReading
 from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
 
@@ -33,6 +34,7 @@ def read(reading: ToolReading) -> None:
     _memory(reading)
     _schedule(reading)
     _trackers(reading)
+    _positions(reading)
     if reading.get("deepspeed"):
         deepspeed(reading, "deepspeed", reading.config["deepspeed"])
     fsdp(reading, "fsdp", reading.get("fsdp"), reading.get("fsdp_config"))
@@ -245,6 +247,19 @@ def _schedule(reading: ToolReading) -> None:
             reading.set_trl("save_strategy" if key == "save_steps" else "eval_strategy", "steps", key)
     for key in [name for name in reading.trl if name in TRL_KEYS and reading.trl[name] is None]:
         del reading.trl[key]
+
+
+def _positions(reading: ToolReading) -> None:
+    """Scaled positions, by their own key or as a change of the model's configuration."""
+    scale_positions(reading, "rope_scaling", reading.get("rope_scaling"))
+    changed = reading.get("overrides_of_model_config")
+    if not isinstance(changed, Mapping):
+        return
+    changes = dict(cast(Mapping[str, Any], changed))
+    scale_positions(reading, "overrides_of_model_config", changes.pop("rope_scaling", None))
+    if changes:
+        why = "changes of the model's configuration: write them into its config.json"
+        reading.lose("overrides_of_model_config", why)
 
 
 def _trackers(reading: ToolReading) -> None:

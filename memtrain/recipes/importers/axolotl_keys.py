@@ -64,11 +64,9 @@ MODEL: dict[str, ToolRule] = {
         ),
         ReadTogether(),
     ),
-    "overrides_of_model_config": Unmapped(
-        "changes to the model's configuration: write them into its config.json"
-    ),
+    "overrides_of_model_config": ReadTogether(),
     "overrides_of_model_kwargs": Unmapped("arguments of the model's loading"),
-    "rope_scaling": Unmapped("scaled positions: write rope_scaling into the model's config.json"),
+    "rope_scaling": ReadTogether(),
     "embeddings_skip_upcast": Automatic("embeddings are held in the run's precision"),
     "reinit_weights": Unmapped("`model.config` in place of `model.path` starts from random weights"),
     "bf16": ReadTogether(),

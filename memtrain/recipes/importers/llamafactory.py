@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memtrain.errors import RecipeError
 from memtrain.recipes.importers.engines import deepspeed, fsdp
+from memtrain.recipes.importers.positions import scale_positions
 from memtrain.recipes.importers.tool import Tool, ToolReading, ToolRule, TrlKey
 from memtrain.recipes.trl.rules import Automatic, ReadTogether, RecipeKey, Unmapped
 
@@ -30,7 +31,7 @@ KEYS: dict[str, ToolRule] = {
     "quantization_type": TrlKey("bnb_4bit_quant_type"),
     "double_quantization": Automatic("the scales of 4-bit weights are always quantized too"),
     "quantization_device_map": Automatic("the plan decides where weights are kept"),
-    "rope_scaling": Unmapped("scaled positions: write rope_scaling into the model's config.json"),
+    "rope_scaling": _TOGETHER,
     "shift_attn": _OTHER,
     "mixture_of_depths": _OTHER,
     "use_unsloth": Unmapped("the plan chooses kernels and strategies"),
@@ -209,6 +210,7 @@ def read(reading: ToolReading) -> None:
     _rows(reading)
     _losses(reading)
     _tokens(reading)
+    scale_positions(reading, "rope_scaling", reading.get("rope_scaling"))
     off = reading.on("disable_gradient_checkpointing")
     reading.set_trl("gradient_checkpointing", not off, "disable_gradient_checkpointing")
     if reading.on("use_unsloth_gc"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from memtrain.errors import RecipeError
+from memtrain.recipes.importers.positions import scale_positions
 from memtrain.recipes.importers.python_script import Call, Computed, calls_of
 from memtrain.recipes.importers.tool import Tool, ToolReading, ToolRule, TrlKey
 from memtrain.recipes.trl.rules import Automatic, ReadTogether, Unmapped
@@ -27,7 +28,7 @@ KEYS: dict[str, ToolRule] = {
     f"{_LOAD}.trust_remote_code": TrlKey("trust_remote_code"),
     f"{_LOAD}.use_gradient_checkpointing": ReadTogether(),
     f"{_LOAD}.revision": TrlKey("model_revision"),
-    f"{_LOAD}.rope_scaling": Unmapped("scaled positions: write rope_scaling into the model's config.json"),
+    f"{_LOAD}.rope_scaling": ReadTogether(),
     f"{_LOAD}.resize_model_vocab": Unmapped("another vocabulary: change tokenizer and model first"),
     f"{_LOAD}.offload_embedding": Unmapped("an embedding kept on the host"),
     f"{_LOAD}.load_in_fp8": Unmapped("FP8 weights"),
@@ -191,6 +192,7 @@ def read(reading: ToolReading) -> None:
             "gradient_checkpointing", checkpoints not in (False, "False"), "use_gradient_checkpointing"
         )
     _rows(reading)
+    scale_positions(reading, f"{_LOAD}.rope_scaling", reading.get(f"{_LOAD}.rope_scaling"))
     if reading.on(f"{_LOAD}.fast_inference"):
         reading.set_trl("use_vllm", True, "fast_inference")
         reading.set_trl(

@@ -1,6 +1,7 @@
 """Configurations of Axolotl, LLaMA-Factory, Unsloth and verl become recipes that `check` passes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,50 @@ def test_axolotl_says_the_same(tmp_path: Path):
     assert (recipe.train.epochs, recipe.optim.kind, recipe.data.eval_fraction) == (1, "adamw_8bit", 0.05)
     assert any("evals_per_epoch" in line for line in made.notes)
     assert any("group_by_length" in line for line in made.notes)
+
+
+AXOLOTL_ROWS = "base_model: a/b\ndatasets: [{path: some/rows}]\nsequence_len: 65536\n"
+LLAMAFACTORY_ROWS = (
+    "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ndataset: rows\ntemplate: llama3\n"
+)
+UNSLOTH_ROWS = (
+    "from unsloth import FastLanguageModel\nfrom trl import SFTConfig, SFTTrainer\n"
+    "model, tokenizer = FastLanguageModel.from_pretrained('a/b', max_seq_length=65536, load_in_4bit=False, "
+    "rope_scaling={'type': 'linear', 'factor': 2.0})\n"
+    "from datasets import load_dataset\nrows = load_dataset('some/rows')\n"
+    "trainer = SFTTrainer(model=model, train_dataset=rows, args=SFTConfig(max_steps=2))\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.yml", f"{AXOLOTL_ROWS}rope_scaling: {{type: linear, factor: 2.0}}\n"),
+        (
+            "run.yml",
+            f"{AXOLOTL_ROWS}overrides_of_model_config: {{rope_scaling: {{rope_type: linear, factor: 2}}}}\n",
+        ),
+        ("run.py", UNSLOTH_ROWS),
+    ],
+)
+def test_scaled_positions_are_the_models_rope_scaling(name: str, text: str, tmp_path: Path):
+    _, made = of_file(tmp_path, name, text)
+    assert "rope_scaling: {rope_type: linear, factor: 2" in made.text
+    assert not any("rope_scaling" in note for note in made.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("run.yaml", f"{LLAMAFACTORY_ROWS}rope_scaling: yarn\n", "{rope_type: yarn, factor: F}"),
+        ("run.yml", f"{AXOLOTL_ROWS}rope_scaling: {{type: longrope, factor: 2}}\n", "write others into"),
+        ("run.yml", f"{AXOLOTL_ROWS}rope_scaling: {{type: yarn, factor: 2, mscale: 1}}\n", "has no mscale"),
+        ("run.yml", f"{AXOLOTL_ROWS}overrides_of_model_config: {{hidden_act: relu}}\n", "its config.json"),
+    ],
+)
+def test_scaled_positions_that_are_not_whole_are_reported(name: str, text: str, words: str, tmp_path: Path):
+    _, made = of_file(tmp_path, name, text)
+    assert words in re.sub(r"\n#\s+", " ", made.text)
 
 
 @pytest.mark.parametrize(("packs", "is_lost"), [("true", False), ("false", True)])
