@@ -245,6 +245,12 @@ STRATEGIES = {
     "step in backward, adafactor, untied": sft(
         LLAMA, {"in_backward": True, "optimizer": "adafactor"} | EVERY | HALF, **NO_CLIP
     ),
+    "step in backward, adafactor, float32": sft(
+        QWEN, {"in_backward": True, "optimizer": "adafactor"} | EVERY, **NO_CLIP
+    ),
+    "step in backward, adafactor, float32, untied": sft(
+        LLAMA, {"in_backward": True, "optimizer": "adafactor"}, **NO_CLIP
+    ),
     "8-bit AdamW": sft(LLAMA, {"optimizer": "adamw_8bit"} | HALF),
     "paged AdamW": sft(LLAMA, {"optimizer": "paged_adamw"} | HALF),
     "8-bit AdamW, master weights": sft(QWEN, {"optimizer": "adamw_8bit", "master_weights": True} | HALF),
@@ -270,6 +276,13 @@ SLICED = {"num_processes": 2, "context_parallel": 2, "pad_to_multiple_of": 4}
 ONE_ROW = SLICED | HALF | {"max_length": 4096}
 SLIDING = SMALL | {"model_type": "mistral", "sliding_window": 64}
 GPT_OSS = SMALL | EXPERTS | {"model_type": "gpt_oss", "head_dim": 32, "sliding_window": 64}
+MIXTRAL = SMALL | EXPERTS | {"model_type": "mixtral", "sliding_window": None}
+OF_STACKS = Adapter(
+    r=8,
+    target_modules=("q_proj",),
+    target_parameters=("experts.gate_up_proj", "experts.down_proj"),
+)
+ADAFACTOR = {"in_backward": True, "optimizer": "adafactor"} | EVERY
 GPT_OSS |= {"layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -309,6 +322,11 @@ STREAMED = {
     "streamed, sliding windows, bfloat16": streamed(SLIDING, HALF),
     "streamed, gpt-oss": streamed(GPT_OSS, HALF),
     "streamed, gpt-oss, LoRA": streamed(GPT_OSS, HALF | {"adapter": LORA}),
+    "streamed, gpt-oss, LoRA of experts": streamed(GPT_OSS, HALF | {"adapter": OF_STACKS}),
+    "streamed, mixtral": streamed(MIXTRAL, HALF),
+    "streamed, step in backward, adafactor": streamed(
+        LLAMA, HALF | {"in_backward": True, "optimizer": "adafactor"}, said=NO_CLIP
+    ),
     "streamed, slices": replace(streamed(LLAMA, ONE_ROW), batch=LONG_ROW),
     "streamed, slices, tied": replace(streamed(QWEN, ONE_ROW), batch=LONG_ROW),
     "streamed, slices, sliding windows": replace(streamed(SLIDING, ONE_ROW), batch=LONG_ROW),
@@ -421,6 +439,15 @@ ARCHITECTURES = {
     "qwen3_moe, evened": arch("qwen3_moe", EVENED, head_dim=32, moe_intermediate_size=96, **EXPERTS),
     "gpt_oss": sft(GPT_OSS, HALF),
     "gpt_oss, LoRA, checkpointed": sft(GPT_OSS, HALF | EVERY | {"adapter": LORA}),
+    "gpt_oss, LoRA of experts, checkpointed": sft(GPT_OSS, HALF | EVERY | {"adapter": OF_STACKS}),
+    "qwen3_moe, step in backward": replace(
+        arch("qwen3_moe", {"in_backward": True} | EVERY, head_dim=32, moe_intermediate_size=96, **EXPERTS),
+        said=NO_CLIP,
+    ),
+    "qwen3_moe, step in backward, adafactor": replace(
+        arch("qwen3_moe", ADAFACTOR, head_dim=32, moe_intermediate_size=96, **EXPERTS), said=NO_CLIP
+    ),
+    "mixtral, step in backward": sft(MIXTRAL, {"in_backward": True} | EVERY | HALF, **NO_CLIP),
     "mixtral, evened, checkpointed": arch("mixtral", EVENED | EVERY, sliding_window=None, **EXPERTS),
 }
 TWO = {"num_processes": 2}

@@ -20,7 +20,8 @@ from memtrain.memory.estimate.experts import (
     clamped_forward,
     experts_backward,
     experts_kept,
-    keeps_entering,
+    experts_recomputed,
+    widest_mlp,
 )
 from memtrain.memory.estimate.flash_scratch import flash_scratch
 from memtrain.memory.estimate.quantized import packs_itself, unpacked
@@ -105,10 +106,14 @@ def layer_kept(load: Workload) -> int:
     kept = norm_kept(load, shape.family.num_wide_norms * shape.width, num_scales=shape.family.num_wide_norms)
     # The inputs of the two groups of linear maps: q, k, v, and gate, up.
     attention_input = _keeps_attention_input(load)
-    mlp_input = load.trains_all or _keeps_input(load, "gate_proj", "up_proj", "gate_up_proj")
+    mlp_input = _keeps_mlp_input(load)
     # What was dropped after the attention and after the MLP: a mask and a product each.
     kept += a * N * shape.width * (attention_input + mlp_input + 4 * shape.hidden_dropout)
     return kept + attention_kept(load) + mlp_kept(load) + adapter_kept(load)
+
+
+def _keeps_mlp_input(load: Workload) -> bool:
+    return load.trains_all or _keeps_input(load, "gate_proj", "up_proj", "gate_up_proj")
 
 
 def _keeps_attention_input(load: Workload) -> bool:
@@ -160,7 +165,11 @@ def layer_backward(load: Workload) -> int:
     made = max(mlp_backward(load), attention_backward(load), unpacking_backward(load))
     if load.shape.family.norms_after and not load.settings.liger:
         made = max(made, layer_kept(load) + _last_norm_backward(load))
-    return max(made, recomputed_forward(load), clamped_recomputed(load))
+    return max(
+        made,
+        recomputed_forward(load),
+        experts_recomputed(load, layer_kept(load), keeps_input=_keeps_mlp_input(load)),
+    )
 
 
 def unpacking_backward(load: Workload) -> int:
@@ -173,8 +182,7 @@ def unpacking_backward(load: Workload) -> int:
     if load.settings.quantize == "none":
         return 0
     shape, N, a = load.shape, load.N, load.a
-    k = shape.experts.num_per_token if shape.experts else 0
-    width = max(shape.mlp_width, k * shape.experts.mlp_width if shape.experts else 0)
+    k, width = shape.experts.num_per_token if shape.experts else 0, widest_mlp(load)
     coming = a * N * shape.width * (1 + k)
     last, largest = (unpacked(shape, a, load.settings, last=one) for one in (True, False))
     at_last = layer_kept(load) + max(last.most, last.whole + a * N * width)
@@ -197,17 +205,19 @@ def mlp_backward(load: Workload) -> int:
     gradients over the factors.
     """
     shape, N, a = load.shape, load.N, load.a
-    experts = shape.experts
-    width = max(shape.mlp_width, experts.num_per_token * experts.mlp_width if experts else 0)
+    of_experts = 0
+    if shape.experts is not None:
+        clamped = layer_kept(load) + a * N * shape.width + clamped_forward(load)
+        of_experts = max(experts_backward(load, layer_kept(load)), clamped)
+    if shape.num_expert_layers == shape.num_layers:
+        return of_experts + _in_float(load, 16 * N * widest_mlp(load))
     if load.settings.liger:
         # Where the last map is adapted, gradients of its two products and their sum; its input is gone.
-        factors = 1 + (experts is None and load.settings.adapter is not None and _needs_product(load))
+        factors = 1 + (load.settings.adapter is not None and _needs_product(load))
     else:
-        is_frozen = experts is None and not _adapts(load, "down_proj")
-        factors = 2 + (not _needs_product(load) and (load.is_fused or is_frozen))
-    made = a * N * (shape.width + factors * width) + experts_backward(load)
-    made = max(made, a * N * shape.width + clamped_forward(load))
-    return layer_kept(load) + made + _in_float(load, 16 * N * width)
+        factors = 2 + (not _needs_product(load) and (load.is_fused or not _adapts(load, "down_proj")))
+    made = a * N * (shape.width + factors * shape.mlp_width)
+    return max(layer_kept(load) + made, of_experts) + _in_float(load, 16 * N * widest_mlp(load))
 
 
 @once
@@ -221,22 +231,6 @@ def recomputed_forward(load: Workload) -> int:
         return 0
     product = 0 if _needs_product(load) else load.shape.mlp_width
     return layer_kept(load) + load.a * load.N * (product + 2 * load.shape.width)
-
-
-@once
-def clamped_recomputed(load: Workload) -> int:
-    """Bytes while clamped experts multiply in a layer's recomputation; 0 where there are none.
-
-    Their outputs are not there yet, the tokens that enter them are. Beside them the residual stream and the
-    gradient that comes in, and its copies for each expert of a token, which are made before the first kept
-    tensor is asked for.
-    """
-    made = clamped_forward(load)
-    if not made or load.shape.experts is None or not load.settings.checkpoint_every:
-        return 0
-    # Where a stack is trained or adapted what enters it is among what the layer keeps.
-    entering = load.shape.experts.num_per_token * (1 - keeps_entering(load))
-    return layer_kept(load) + made + layer_boundary(load) * (2 + entering)
 
 
 @once
@@ -257,9 +251,7 @@ def after_mlp_backward(load: Workload) -> int:
 def mlp_output_backward(load: Workload) -> int:
     """Bytes at the MLP's last map in a layer's backward pass, where its weight's gradient is added:
     everything kept, and the gradients of its output and of its input."""
-    shape, experts = load.shape, load.shape.experts
-    width = max(shape.mlp_width, experts.num_per_token * experts.mlp_width if experts else 0)
-    return layer_kept(load) + load.a * load.N * (shape.width + width) + experts_backward(load)
+    return layer_kept(load) + load.a * load.N * (load.shape.width + widest_mlp(load))
 
 
 @once

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from memtrain.memory.estimate.workload import Workload, once
 
+PIECES, LEAST_PIECE = 16, 64
+"""Pieces, and fewest rows of one, in which memtrain's own pass makes float32 products at the weighted sum."""
+
 
 @once
 def experts_kept(load: Workload) -> int:
@@ -22,9 +25,7 @@ def experts_kept(load: Workload) -> int:
         return 0
     copies = load.N * experts.num_per_token
     ranks = stack_ranks(load)
-    of_down = load.trains_all or ranks.get("down_proj", 0) > 0
-    steps = (6 if experts.is_clamped else 3) + of_down
-    width = (1 + keeps_entering(load)) * load.shape.width + steps * experts.mlp_width
+    width = (1 + keeps_entering(load)) * load.shape.width + num_steps(load) * experts.mlp_width
     rows = copies * load.a * (width + sum(ranks.values()))
     # Adapters in half precision are rounded for each pass, and kept.
     rounded = 0
@@ -35,9 +36,16 @@ def experts_kept(load: Workload) -> int:
     return rows + rounded + load.N * experts.num_experts * (4 + load.a) + copies * 40 + evened
 
 
+def num_steps(load: Workload) -> int:
+    """Tensors of an expert's width that a layer keeps for every copy of a token."""
+    assert load.shape.experts is not None, "Only a mixture has experts."
+    of_down = load.trains_all or stack_ranks(load).get("down_proj", 0) > 0
+    return (6 if load.shape.experts.is_clamped else 3) + of_down
+
+
 def clamped_forward(load: Workload) -> int:
-    """Held besides while clamped experts multiply: biases of gate and up, picked for each token, the clamped
-    up, and the product where it is not kept. 0 for other experts.
+    """Held besides while clamped experts multiply: the clamped up, the product where it is not kept, and in
+    transformers' own pass the biases of gate and up, picked for each token. 0 for other experts.
 
     Source: transformers 5.23, integrations/moe.py, `grouped_mm_experts_forward`; seen in traces of gpt-oss.
     """
@@ -45,7 +53,14 @@ def clamped_forward(load: Workload) -> int:
     if experts is None or not experts.is_clamped:
         return 0
     keeps = load.trains_all or stack_ranks(load).get("down_proj", 0) > 0
-    return load.a * load.N * experts.num_per_token * experts.mlp_width * (4 - keeps)
+    biases = 0 if has_own_pass(load) else 2
+    return load.a * load.N * experts.num_per_token * experts.mlp_width * (biases + 2 - keeps)
+
+
+def has_own_pass(load: Workload) -> bool:
+    """Whether experts compute by memtrain's own code (trainers/model/experts/forward.py): adapted or packed
+    ones."""
+    return any(stack_ranks(load).values()) or load.settings.quantize != "none"
 
 
 def keeps_entering(load: Workload) -> bool:
@@ -61,18 +76,80 @@ def stack_ranks(load: Workload) -> dict[str, int]:
     return {stack.name: load.shape.rank_of(adapter, stack) for stack, _ in load.shape.stacks}
 
 
-def experts_backward(load: Workload) -> int:
-    """Gradients of the experts' outputs for all copies of a token, and temporary copies of these.
+def experts_backward(
+    load: Workload, kept: int, down: int = 0, up: int = 0, *, stays: bool = True, widens: int = 0
+) -> int:
+    """Most bytes at the moments of a mixture in a layer's backward pass; `kept`: by the whole layer.
 
-    Source: seen in traces of Qwen3-MoE shapes (torch 2.13): 2.5 of a*N*k*W, 2 where experts are packed or
-    trained, 1 where they are adapted.
+    At the weighted sum the gradient that comes in, for each expert of a token: three times in transformers'
+    pass (as it is copied, in zeros of its size, and sorted; in float32 where the router's weights are), once
+    in memtrain's own. At the last map its product's gradient, and `down`, the gradient of its stack. At the
+    factors of the product, when outputs and product are gone, three gradients of their width. At the first
+    maps their gradient, that of the tokens that enter (of an adapted stack by both ways), and `up`. `stays`:
+    `down` does until then. `widens`: times its bytes for the float32 copy of each gradient of a stack, which
+    is made when those that it came from are gone.
+
+    Source: seen in traces of Mixtral, Qwen3-MoE and gpt-oss shapes, torch 2.13 and transformers 5.23.
     """
     experts = load.shape.experts
-    if experts is None:
+    assert experts is not None, "Only a mixture has these moments."
+    a, ranks = load.a, stack_ranks(load)
+    copies = load.N * experts.num_per_token
+    outputs, product = a * copies * load.shape.width, a * copies * experts.mlp_width
+    wide = 4 if experts.weights_in_float32 and load.is_half else a
+    if has_own_pass(load):
+        pieces = min(copies, max(copies // PIECES, LEAST_PIECE)) if wide > a else 0
+        at_sum = outputs + pieces * wide * load.shape.width
+    else:
+        # Checkpointed layers let the outputs go before the gradient of these is rounded.
+        at_sum = 3 * outputs // a * wide + outputs * (wide > a and not load.settings.checkpoint_every)
+    left = kept + a * load.N * load.shape.width - outputs
+    of_down = load.trains_all or ranks.get("down_proj", 0) > 0
+    after, entering = down * max(1, widens) if stays else 0, outputs
+    if ranks.get("gate_up_proj", 0):
+        entering = max(2 * outputs, 3 * outputs - 2 * product)
+    return max(
+        left + outputs + at_sum,
+        left + product + down + max(outputs, widens * down),
+        left + (3 - of_down) * product + after,
+        left - num_steps(load) * product + entering + after + up + max(2 * product, widens * up),
+    )
+
+
+def experts_recomputed(load: Workload, kept: int, *, keeps_input: bool) -> int:
+    """Bytes while experts multiply in a layer's recomputation, of `kept` by the whole layer: clamped ones at
+    their product, adapted ones where the products of weights and adapters are added; 0 for others.
+
+    The tokens that enter are there in any case (`keeps_input`: as they were before they were copied, too),
+    and beside all the residual stream and the gradient that comes in.
+    """
+    if load.shape.experts is None or not load.settings.checkpoint_every:
         return 0
-    is_adapted = any(stack_ranks(load).values())
-    is_own = is_adapted or load.settings.quantize != "none"
-    if experts.weights_in_float32 and load.is_half and not is_own:
-        return 3 * 4 * load.N * experts.num_per_token * load.shape.width
-    copies = 1.0 if is_adapted else 2.0 if load.trains_all or load.settings.quantize != "none" else 2.5
-    return round(copies * load.a * load.N * experts.num_per_token * load.shape.width)
+    boundary = load.a * load.N * load.shape.width
+    copies = boundary * load.shape.experts.num_per_token
+    # Where a stack is trained or adapted what enters it is among what the layer keeps.
+    held = kept + 2 * boundary + copies * (1 - keeps_entering(load))
+    made = clamped_forward(load)
+    summed = 2 * copies + boundary * (1 - keeps_input) if stack_ranks(load).get("down_proj", 0) else 0
+    return held + max(made, summed) if made or summed else 0
+
+
+def stacks_backward(load: Workload, kept: int) -> int:
+    """Bytes of `experts_backward` with the gradients of trained stacks, which stay; 0: none is trained."""
+    if load.shape.experts is None or not load.trains_all:
+        return 0
+    return experts_backward(load, kept, *stack_gradients(load))
+
+
+def stack_gradients(load: Workload) -> tuple[int, int]:
+    """Bytes of the gradients of a layer's stacks of last and of first maps, as they come; 0 where frozen."""
+    stacks = {stack.name: load.a * stack.num_weights for stack, _ in load.shape.stacks if load.trains_all}
+    down = stacks.pop("down_proj", 0)
+    return down, max(stacks.values(), default=0)
+
+
+def widest_mlp(load: Workload) -> int:
+    """Width of a token's intermediate in an MLP that the model has, all its experts together."""
+    shape, experts = load.shape, load.shape.experts
+    dense = shape.mlp_width if shape.num_expert_layers < shape.num_layers else 0
+    return max(dense, experts.num_per_token * experts.mlp_width if experts else 0)

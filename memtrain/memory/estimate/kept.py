@@ -12,6 +12,7 @@ from memtrain.memory.estimate.activations import (
     norm_kept,
     positions_and_mask,
 )
+from memtrain.memory.estimate.experts import widest_mlp
 from memtrain.memory.estimate.workload import Workload, once
 
 
@@ -34,12 +35,6 @@ class Kept(NamedTuple):
 def kept_bytes(load: Workload) -> int:
     """Bytes that all layers keep for the backward pass."""
     return kept(load).at_loss
-
-
-def widest_mlp(load: Workload) -> int:
-    """Width of a token's intermediate in an MLP, all its experts together."""
-    experts = load.shape.experts
-    return max(load.shape.mlp_width, experts.num_per_token * experts.mlp_width if experts else 0)
 
 
 @once

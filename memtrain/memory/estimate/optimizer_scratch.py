@@ -21,8 +21,9 @@ def optimizer_scratch(load: Workload) -> int:
     """Temporaries of the update.
 
     Fused kernels have none; foreach ones hold the roots of AdamW's second moments. Master copies: float32
-    gradients of a bucket, and the copies where they wait on the host. Adafactor: gradient, weight, update and
-    its negative of one tensor, in float32. Muon: the orthogonalization of one matrix, in bfloat16.
+    gradients of a bucket, and the copies where they wait on the host. Adafactor: the update of one tensor and
+    its negative, in float32; in half precision gradient and weight in float32 as well. Muon: the
+    orthogonalization of one matrix, in bfloat16.
     """
     settings, shape = load.settings, load.shape
     saved = 0 if settings.adapter is None else shape.num_saved_modules(settings.adapter)
@@ -59,7 +60,7 @@ def scratch_of_tensor(load: Workload, num_weights: int, *, is_map: bool = True) 
     settings, wide = load.settings, 4 * num_weights
     moments = OPTIMIZERS[settings.optimizer].moments
     if moments == "factored":
-        return num_weights * (16 if load.is_half and load.trains_all else 12)
+        return num_weights * (16 if load.is_half and load.trains_all else 8)
     if moments == "of matrices":
         return num_weights * (2 * load.a + 2 * 4) if is_map else 0
     made = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import product
 
 from memtrain.memory.estimate.activations import (
     after_mlp_backward,
@@ -16,16 +16,20 @@ from memtrain.memory.estimate.activations import (
     layer_kept,
     mlp_output_backward,
     norm_backward,
+    norm_kept,
     positions_and_mask,
     scratch_at_peak,
 )
 from memtrain.memory.estimate.adapters import rounded_adapters
 from memtrain.memory.estimate.auxiliary_models import value_model
+from memtrain.memory.estimate.backward_steps import head_step, layer_steps
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
+from memtrain.memory.estimate.experts import experts_backward, stack_gradients, widest_mlp
 from memtrain.memory.estimate.flash_scratch import SCRATCH
+from memtrain.memory.estimate.gradients import GradientBytes, gradients_in_order
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
-from memtrain.memory.estimate.kept import kept, kept_bytes, widest_mlp
-from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch, scratch_of_tensor
+from memtrain.memory.estimate.kept import kept, kept_bytes
+from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
 from memtrain.memory.estimate.sharded.zero import (
     TO_SAVE,
@@ -35,13 +39,10 @@ from memtrain.memory.estimate.sharded.zero import (
     zero_moments,
 )
 from memtrain.memory.estimate.static import (
-    backward_bucket,
     copies_at_load,
     gradient_bytes,
-    largest_trained,
     reference_bytes,
     static_bytes,
-    sums_wide,
     trains_head,
     weights_bytes,
 )
@@ -53,7 +54,6 @@ from memtrain.memory.estimate.streamed_layers import (
 from memtrain.memory.estimate.weights_offload import (
     device_bytes,
     fetched_head,
-    gradients_on_the_way,
     staged_here,
     trains_away,
 )
@@ -144,11 +144,14 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
     head = head_bytes(load, trains_head=trains_head(settings))
     resting = _resting(load, has_state=has_state or settings.in_backward)
     held = kept(load)
-    made = _gradients(load, head.weight_gradient, accumulates=accumulates and not settings.in_backward)
+    made = gradients_in_order(
+        load, head.weight_gradient, accumulates=accumulates and not settings.in_backward
+    )
     is_away = settings.offload == "all"
     backward = offloaded_backward(load) + made.added if is_away else layer_backward(load)
     if made.added and not is_away:
         backward = max(backward, mlp_output_backward(load) + made.added)
+    backward = max(backward, _stacks_backward(load, made))
     kernel = 0 if is_away else scratch_at_peak(load)
     inner, final_backward = {"recomputation": backward - kernel, SCRATCH: kernel}, norm_backward(load)
     if settings.slice_tokens:
@@ -165,8 +168,7 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
         resting | loss | {"logits": head.backward},
         resting | loss | {"logits": made.of_head},
         resting | loss | {"gradients": made.after_loss, "logits": final_backward, "head's weight": 0},
-        resting | {"gradients": made.in_last, "activations": held.everything - held.of_last} | inner,
-        resting | {"gradients": made.in_first, "activations": held.beside_first} | inner,
+        *(resting | turn | inner for turn in _turns(load, made)),
         *(resting | moment for moment in _middle_moments(load, made, inner)),
         *(resting | moment for moment in _steps_in_backward(load, made, loss)),
         resting
@@ -177,80 +179,40 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
     ]
 
 
-class _Gradients(NamedTuple):
-    """Bytes of gradients in the order of a backward pass."""
-
-    before: int
-    """Of the micro-batches before."""
-    after_loss: int
-    in_last: int
-    """In the last layer's turn."""
-    in_first: int
-    in_embedding: int
-    arriving: int
-    """Scratch to add an embedding's gradient to the sum that is there."""
-    at_step: int
-    added: int
-    """Scratch to add the largest matrix's gradient, in every layer."""
-    of_head: int = 0
-    """Gradients of an untied head and of the rows that enter it, where the former is widened to be added."""
-    after_mlp: int = 0
-    """In a layer between when its MLP is through, where those of the layer before leave the device."""
+def _stacks_backward(load: Workload, made: GradientBytes) -> int:
+    """Most that a layer of experts holds in its backward pass with the gradients of its stacks, which stay
+    where they are the first ones; 0 where none is trained on the device."""
+    settings = load.settings
+    if (
+        load.shape.experts is None
+        or not load.trains_all
+        or trains_away(settings)
+        or settings.offload == "all"
+    ):
+        return 0
+    stays = not made.before and not settings.in_backward
+    gradients = stack_gradients(load)
+    return experts_backward(load, layer_kept(load), *gradients, stays=stays, widens=made.widens)
 
 
-def _gradients(load: Workload, of_head: int, *, accumulates: bool) -> _Gradients:
-    """Gradients where whole weights are trained: `of_head` is the part of the head's gradient that the loss
-    makes.
-
-    A gradient arrives in its weight's precision; where any are added to each other it is widened to float32
-    first (trainers/optim/wide_sums.py), and kept so.
-    """
-    settings, shape = load.settings, load.shape
-    trains_all = settings.adapter is None
-    is_foreign = load.batch.foreign is not None
-    whole = gradient_bytes(settings, shape, accumulates=accumulates, is_foreign=is_foreign)
-    is_wide = load.is_half and sums_wide(settings, accumulates=accumulates, is_foreign=is_foreign)
-    size, widened = (4, 4) if is_wide else (load.a, 0)
-    if trains_away(settings):
-        way = gradients_on_the_way(settings, shape, size)
-        stays = way.stays if accumulates else 0
-        in_turn = way.in_last, way.in_first, way.in_embedding
-        return _Gradients(stays, way.stays, *in_turn, 0, way.stays, 0, after_mlp=way.after_mlp)
-    embedding = load.a * shape.num_embedding if trains_all else 0
-    own_embedding = size * shape.num_embedding if trains_all else 0
-    weight = (load.a + widened) * shape.largest_linear if trains_all else 0
-    of_layer = shape.num_per_layer(expert=shape.num_expert_layers > 0)
-    if settings.slice_tokens:
-        # Gradients of a layer's weights are in its sums until its last slice is through.
-        weight = 0
-    else:
-        of_layer -= shape.largest_linear
-    # A tied head's gradient waits for the embedding's, which is added to it: in half precision into a third;
-    # where sums are wide, each is widened as it comes.
-    waits = own_embedding if shape.tied else 0
-    arriving = own_embedding if is_wide else embedding if accumulates else 0
-    if shape.tied:
-        arriving = waits + (embedding if load.is_half else 0)
-    coming = waits if shape.tied else embedding
-    if settings.in_backward:
-        # Gradients are freed by bucket as their weights are stepped; a tied head's waits for the embedding's.
-        bucket = backward_bucket(whole)
-        at_step = largest_trained(settings, shape) * (load.a if trains_all else 4) + bucket
-        waiting = waits + bucket
-        return _Gradients(0, waiting, waiting, waiting, embedding, arriving, at_step, 0)
-    if accumulates:
-        held = whole + waits
-        widening = (
-            0 if shape.tied else of_head + of_head // load.a * widened + 2 * load.a * load.S * shape.width
-        )
-        return _Gradients(whole, held, held, held, whole + coming, arriving, whole, weight, widening)
-    waiting = max(waits, of_head * size // load.a)
-    in_first = whole - own_embedding + (waiting if shape.tied else 0) - of_layer * size * trains_all
-    in_embedding = whole - own_embedding + coming
-    return _Gradients(0, waiting, waiting + weight, in_first, in_embedding, arriving, whole, 0)
+def _turns(load: Workload, made: GradientBytes) -> list[Moment]:
+    """Gradients and kept bytes beside the last layer, the first, and, where small gradients wait for each
+    other to be stepped, which none did in the last, the layer before that."""
+    held = kept(load)
+    # A frozen embedding needs no gradient, so the first norm of all keeps nothing.
+    is_needed = load.trains_all or load.settings.slice_tokens > 0 or load.settings.offload == "all"
+    unneeded = 0 if is_needed else norm_kept(load, load.shape.width, num_scales=1)
+    turns: list[Moment] = [
+        {"gradients": made.in_last, "activations": held.everything - held.of_last},
+        {"gradients": made.in_first, "activations": max(0, held.beside_first - unneeded)},
+    ]
+    if load.settings.in_backward and load.shape.num_layers > 2:
+        before = held.everything - held.of_last - (held.of_last or layer_boundary(load))
+        turns.append({"gradients": made.in_first, "activations": max(held.beside_first, before)})
+    return turns
 
 
-def _middle_moments(load: Workload, made: _Gradients, inner: Moment) -> list[Moment]:
+def _middle_moments(load: Workload, made: GradientBytes, inner: Moment) -> list[Moment]:
     """A layer between the last and the first, where gradients leave for the host: its own come while those of
     the layer before are on their way, and inputs of all layers before it wait."""
     if not trains_away(load.settings) or load.shape.num_layers < 3:
@@ -264,29 +226,16 @@ def _middle_moments(load: Workload, made: _Gradients, inner: Moment) -> list[Mom
     return moments
 
 
-def _steps_in_backward(load: Workload, made: _Gradients, loss: Moment) -> list[Moment]:
-    """Moments of steps of single tensors amid a backward pass: of an untied head when the loss is made, and
-    of a layer's largest map or stack of experts, whose product is gone by then. None where the host steps."""
-    settings, shape = load.settings, load.shape
-    if not settings.in_backward or not load.trains_all or settings.weights_offload:
-        return []
-    moments: list[Moment] = []
-    if not shape.tied:
-        gradient, scratch = load.a * shape.num_head, scratch_of_tensor(load, shape.num_head, is_map=False)
-        hidden = {"logits": load.a * load.S * shape.width, "optimizer scratch": scratch}
-        moments.append(loss | {"gradients": made.after_loss + gradient} | hidden)
-    if settings.slice_tokens or settings.offload == "all":
-        return moments
-    held, stacks = kept(load), [stack.num_weights for stack, _ in shape.stacks]
-    largest = max(shape.largest_linear, *stacks, 0)
-    product = 0 if shape.experts is not None else load.a * load.N * shape.mlp_width
-    stepped = {
-        "gradients": made.in_last + load.a * largest,
-        "optimizer scratch": scratch_of_tensor(load, largest),
-    }
-    stepped |= {"recomputation": mlp_output_backward(load) - product}
-    beside = max(held.everything - held.of_last, held.beside_first)
-    return [*moments, stepped | {"activations": beside}]
+def _steps_in_backward(load: Workload, made: GradientBytes, loss: Moment) -> list[Moment]:
+    """Moments of steps of single tensors amid a backward pass, which no other gradient is needed for."""
+    of_head, moments = head_step(load), list[Moment]()
+    if of_head is not None:
+        step = {"logits": of_head.beside, "optimizer scratch": of_head.scratch}
+        moments.append(loss | {"gradients": made.after_loss + of_head.gradient} | step)
+    for (gradient, scratch, beside), turn in product(layer_steps(load), _turns(load, made)):
+        step = {"optimizer scratch": scratch, "recomputation": beside}
+        moments.append(turn | {"gradients": turn["gradients"] + gradient} | step)
+    return moments
 
 
 def _in_forward(load: Workload) -> int:

@@ -10,6 +10,7 @@ from memtrain.memory.estimate.activations import (
     attention_kept,
     layer_boundary,
     layer_forward,
+    layer_kept,
     mlp_backward,
     norm_kept,
     unpacking_backward,
@@ -17,6 +18,7 @@ from memtrain.memory.estimate.activations import (
     windows_backward,
 )
 from memtrain.memory.estimate.context_parallel import num_gathered_kv
+from memtrain.memory.estimate.experts import experts_backward, stack_gradients
 from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch
 from memtrain.memory.estimate.weights_offload import adapter_of_layer
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload, once
@@ -69,7 +71,12 @@ def _slice_backward(part: Workload, load: Workload, added: int) -> tuple[int, in
     adds to the sum of its weight's gradient. Attention has no weights to add to.
     """
     kept, _ = whole_scores(part)
-    mlp = max(mlp_backward(part), unpacking_backward(part)) - 3 * layer_boundary(part) - kept + added
+    made = max(mlp_backward(part), unpacking_backward(part)) + added
+    if part.shape.experts is not None:
+        # A stack's gradient is added to its sum, and gone, before the next is made.
+        gradients = stack_gradients(part)
+        made = max(made, experts_backward(part, layer_kept(part), *gradients, stays=False))
+    mlp = made - 3 * layer_boundary(part) - kept
     attention = _slice_attention(part, load)
     kernel = flash_scratch(part) if attention + flash_scratch(part) > mlp else 0
     return max(mlp, attention + kernel) - kernel, kernel
@@ -129,7 +136,7 @@ def _sums(load: Workload) -> tuple[int, int]:
     if adapter is not None:
         return 4 * adapter_of_layer(adapter, shape), 0
     whole = shape.num_per_layer(expert=shape.num_expert_layers > 0)
-    added = load.a * shape.largest_linear
+    added = 0 if shape.num_expert_layers else load.a * shape.largest_linear
     if load.is_half and not shape.num_expert_layers:
         ends = max((part.num_inputs + part.num_outputs for part in shape.linears), default=0)
         in_kernel = load.settings.device == "cuda" and load.settings.dtype == "bfloat16"

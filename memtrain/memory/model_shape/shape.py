@@ -186,8 +186,10 @@ class ModelShape:
 
     @cached_property
     def largest_linear(self) -> int:
-        """Weights of the largest linear map of a layer; 0 where a layer has none."""
-        return max((part.num_inputs * part.num_outputs for part in self.linears), default=0)
+        """Weights of the largest linear map that a layer has, stacks of experts aside; 0: none."""
+        is_mixed = self.counts is None and self.num_expert_layers == self.num_layers
+        parts = (part for part in self.linears if not (is_mixed and part.name in MLP_NAMES))
+        return max((part.num_inputs * part.num_outputs for part in parts), default=0)
 
     @cached_property
     def _by_adapter(self) -> dict[tuple[str, Adapter], Any]:

@@ -23,6 +23,7 @@ from memtrain.memory.estimate.activations import (
     norm_kept,
     positions_and_mask,
 )
+from memtrain.memory.estimate.experts import stacks_backward
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.kept import Kept
 from memtrain.memory.estimate.sharded.sharding import GATHERED, Group, Groups, groups
@@ -172,7 +173,9 @@ def _turns(load: Workload, cut: Groups, own: int, kept: Kept) -> list[Turn]:
     is_streamed = load.settings.slice_tokens > 0
     is_plain = not is_streamed and (not every or (num_layers - 2) % every != 0)
     below = everything - (of_last or layer_boundary(load)) - (layer_kept(load) if is_plain else 0)
-    backward = sum(streamed_backward(load).values()) if is_streamed else layer_backward(load)
+    backward = max(layer_backward(load), stacks_backward(load, layer_kept(load)))
+    if is_streamed:
+        backward = sum(streamed_backward(load).values())
     # A frozen embedding needs no gradient, so the first norm of all keeps nothing.
     unneeded = 0 if load.trains_all or is_streamed else norm_kept(load, load.shape.width, num_scales=1)
     turns = [Turn(everything - of_last, after_head, cut.head.sent, cut.layer.weights, backward)]

@@ -1,0 +1,109 @@
+"""Gradients of one step in the order of its backward pass, where whole weights are trained on one device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memtrain.memory.estimate.activations import attention_backward, mlp_backward
+from memtrain.memory.estimate.experts import stack_gradients
+from memtrain.memory.estimate.quantized import LAST
+from memtrain.memory.estimate.static import backward_bucket, gradient_bytes, largest_trained, sums_wide
+from memtrain.memory.estimate.weights_offload import adapter_of_layer, gradients_on_the_way, trains_away
+from memtrain.memory.estimate.workload import Workload
+
+
+class GradientBytes(NamedTuple):
+    """Bytes of gradients in the order of a backward pass."""
+
+    before: int
+    """Of the micro-batches before."""
+    after_loss: int
+    in_last: int
+    """In the last layer's turn."""
+    in_first: int
+    in_embedding: int
+    arriving: int
+    """Scratch to add an embedding's gradient to the sum that is there."""
+    at_step: int
+    added: int
+    """Scratch to add the largest matrix's gradient, in every layer."""
+    of_head: int = 0
+    """Gradients of an untied head and of the rows that enter it, where the former is widened to be added."""
+    widens: int = 0
+    """Bytes of a gradient's float32 copy for each of its own, where it is added to others."""
+    after_mlp: int = 0
+    """In a layer between when its MLP is through, where those of the layer before leave the device."""
+
+
+def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> GradientBytes:
+    """Gradients where whole weights are trained: `of_head` is the part of the head's gradient that the loss
+    makes.
+
+    A gradient arrives in its weight's precision; where any are added to each other it is widened to float32
+    first (trainers/optim/wide_sums.py), and kept so.
+    """
+    settings, shape = load.settings, load.shape
+    trains_all = settings.adapter is None
+    is_foreign = load.batch.foreign is not None
+    whole = gradient_bytes(settings, shape, accumulates=accumulates, is_foreign=is_foreign)
+    is_wide = load.is_half and sums_wide(settings, accumulates=accumulates, is_foreign=is_foreign)
+    size, widened = (4, 4) if is_wide else (load.a, 0)
+    if trains_away(settings):
+        way = gradients_on_the_way(settings, shape, size)
+        stays = way.stays if accumulates else 0
+        in_turn = way.in_last, way.in_first, way.in_embedding
+        return GradientBytes(stays, way.stays, *in_turn, 0, way.stays, 0, after_mlp=way.after_mlp)
+    embedding = load.a * shape.num_embedding if trains_all else 0
+    own_embedding = size * shape.num_embedding if trains_all else 0
+    weight = (load.a + widened) * shape.largest_linear if trains_all else 0
+    of_layer = shape.num_per_layer(expert=shape.num_expert_layers > 0)
+    if settings.slice_tokens or shape.num_expert_layers:
+        # Gradients of a layer's weights are in its sums until its last slice is through; those of stacks of
+        # experts are counted at their own moments (`peaks`).
+        weight = 0
+    else:
+        of_layer -= shape.largest_linear
+    # A tied head's gradient waits for the embedding's, which is added to it: in half precision into a third;
+    # where sums are wide, each is widened as it comes.
+    waits = own_embedding if shape.tied else 0
+    arriving = own_embedding if is_wide else embedding if accumulates else 0
+    if shape.tied:
+        arriving = waits + (embedding if load.is_half else 0)
+    coming = waits if shape.tied else embedding
+    if settings.in_backward:
+        # Gradients are freed by bucket as their weights are stepped; a tied head's waits for the embedding's.
+        bucket = backward_bucket(whole)
+        at_step = largest_trained(settings, shape) * (load.a if trains_all else 4) + bucket
+        # The first of a layer is the last map's: a small one waits there.
+        first = load.a * trains_all * max(shape.largest_linear, stack_gradients(load)[0] // load.a)
+        in_last = waits + (first if first < bucket else 0)
+        in_turn = in_last, waits + bucket, embedding
+        return GradientBytes(0, waits, *in_turn, arriving, at_step, 0)
+    if accumulates:
+        held = whole + waits
+        widening = (
+            0 if shape.tied else of_head + of_head // load.a * widened + 2 * load.a * load.S * shape.width
+        )
+        in_turn = held, held, whole + coming
+        return GradientBytes(
+            whole, held, *in_turn, arriving, whole, weight, widening, widens=widened // load.a
+        )
+    waiting = max(waits, of_head * size // load.a)
+    later = of_layer * size if trains_all else _adapters_before_mlp(load)
+    in_first = whole - own_embedding + (waiting if shape.tied else 0) - later
+    in_embedding = whole - own_embedding + coming
+    in_turn = waiting + weight, in_first, in_embedding
+    return GradientBytes(0, waiting, *in_turn, arriving, whole, 0, widens=widened // load.a)
+
+
+def _adapters_before_mlp(load: Workload) -> int:
+    """Gradients of a layer's adapters that are not there at its MLP's factors: of all maps but the last; 0
+    where another moment of the layer is the higher."""
+    adapter, shape = load.settings.adapter, load.shape
+    if adapter is None or load.settings.slice_tokens or attention_backward(load) > mlp_backward(load):
+        return 0
+    maps = (part for part in shape.adapted(adapter) if part.name == LAST)
+    of_last = sum(adapter.r * (part.num_inputs + part.num_outputs) for part in maps)
+    stacks = (stack for stack, _ in shape.stacks if stack.name == LAST)
+    of_last += sum(stack.num_adapter(shape.rank_of(adapter, stack)) for stack in stacks)
+    return max(0, 4 * (adapter_of_layer(adapter, shape) - of_last))
