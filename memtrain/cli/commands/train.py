@@ -68,7 +68,10 @@ def _method_command(method: str | None, summary: str) -> Callable[..., None]:
         if model is None:
             refuse_dataset(recipe, method)
         else:
-            recipe, overrides = str(write_recipe(method, recipe, model, overrides or [])), None
+            from memtrain.cli.plan.dataset_alone import method_to_train
+
+            own = method or method_to_train(recipe, model, overrides or [])
+            recipe, overrides = str(write_recipe(own, recipe, model, overrides or [])), None
             print_text(f"Wrote {whole(recipe)}: the recipe of this run.")
         run_recipe(method, recipe, overrides or [], dry_run=dry_run, run_dir=run_dir, resume=resume)
 

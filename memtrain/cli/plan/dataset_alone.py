@@ -76,6 +76,17 @@ def recipe_to_plan(dataset: str, model: str, overrides: Sequence[str]) -> tuple[
     return replace(loaded, path=Path(dataset)), f"The plan of `{command}`{way}."
 
 
+def method_to_train(dataset: str, model: str, overrides: Sequence[str]) -> str | None:
+    """The method of `memtrain train DATASET --model MODEL`: the first that the columns suit; None where an
+    override names one, which has a command of its own.
+
+    Raises: RecipeError, DataError; RecipeError for prompts alone.
+    """
+    if any(word.startswith("method=") for word in overrides):
+        return None
+    return _method(dataset, [_data_word(dataset), model_word(model), *overrides], "train")
+
+
 def _data_word(dataset: str) -> str:
     return f"data.train={json.dumps(dataset, ensure_ascii=False)}"
 

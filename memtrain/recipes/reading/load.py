@@ -192,7 +192,9 @@ def _text(path: Path, asked_at: Place | None) -> str:
     """
     where = "" if asked_at is None else str(asked_at)
     if path.is_dir():
-        raise RecipeError(f"{path} is a folder", where, "give a .yaml file in it")
+        of_run = f"give the recipe of the run ({path}/recipe.yaml), or its model ({path}/final)"
+        is_run = (path / "recipe.yaml").is_file() and (path / "final").is_dir()
+        raise RecipeError(f"{path} is a folder", where, of_run if is_run else "give a .yaml file in it")
     if path.suffix in DATA_ENDINGS and path.is_file():
         raise RecipeError(
             f"{path} is a data file, not a recipe",

@@ -83,8 +83,22 @@ def test_a_dataset_and_a_model_write_the_recipe_that_runs(folder: Path, capsys: 
 def test_a_dataset_alone_asks_for_its_model(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["sft", "rows.jsonl"]) == 2
     assert "memtrain sft rows.jsonl --model MODEL" in capsys.readouterr().err
-    assert main(["train", "rows.jsonl", "--model", "builtin:tiny"]) == 2
+    assert main(["train", "rows.jsonl", "--model", "builtin:tiny", "method=sft"]) == 2
     assert "a dataset alone does not say the method" in capsys.readouterr().err
+
+
+def test_train_takes_the_method_of_the_columns(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "pairs.jsonl").write_text('{"prompt": "p", "chosen": "yes", "rejected": "no"}\n')
+    assert main(["train", "pairs.jsonl", "--model", "builtin:tiny", "train.max_steps=1", "--dry-run"]) == 0
+    assert "Wrote pairs-dpo.yaml: the recipe of this run." in capsys.readouterr().out
+    assert main(["plan", "runs/pairs-dpo"]) == 2
+    (folder / "runs" / "pairs-dpo" / "final").mkdir()
+    assert main(["plan", "runs/pairs-dpo"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert (
+        "give the recipe of the run (runs/pairs-dpo/recipe.yaml), or its model (runs/pairs-dpo/final)"
+        in shown
+    )
 
 
 def test_a_file_of_ones_own_is_left_as_it_is(folder: Path):

@@ -55,10 +55,8 @@ def recommend(
     if chosen is not wanted:
         parts.append(f"the longest that fits the budget ({wanted.max_length:,} does not)")
     below = [one for one in candidates if one.max_length < chosen.max_length]
-    if below and chosen is wanted and (lost := below[-1].losses[0]).loss_tokens_lost:
-        parts.append(f"where {below[-1].max_length:,} would lose {share(lost.loss_tokens_lost, loss_tokens)}")
-    elif below and chosen is wanted and lost.rows_cut:
-        parts.append(f"where {below[-1].max_length:,} would cut {share(lost.rows_cut, rows)} of the rows")
+    if below and chosen is wanted:
+        parts += _lost_below(below[-1], rows, loss_tokens)
     sentence = ", ".join(parts)
     if packing is not None and length.packing == "none":
         sentence += (
@@ -75,6 +73,16 @@ def recommend(
     lines += [f"  packing: {packing.packing}"] if packing is not None else []
     lines += [f"  truncation: {length.truncation}"] if length.truncation is not None else []
     return Recommendation(reason=sentence + ".", recipe="\n".join(lines) + "\n")
+
+
+def _lost_below(below: Candidate, rows: int, loss_tokens: int) -> list[str]:
+    """Loss of the next shorter candidate; nothing where it loses nothing."""
+    lost = below.losses[0]
+    if lost.loss_tokens_lost:
+        return [f"where {below.max_length:,} would lose {share(lost.loss_tokens_lost, loss_tokens)}"]
+    return [f"where {below.max_length:,} would cut {share(lost.rows_cut, rows)} of the rows"] * bool(
+        lost.rows_cut
+    )
 
 
 def _is_enough(one: Candidate, rows: int, loss_tokens: int) -> bool:
