@@ -61,7 +61,7 @@ HostMemory = Annotated[
     str | None,
     typer.Option(
         "--host-memory",
-        help="Memory of the host, such as 512GiB, for what waits there; beside named cards, 1.75 times "
-        "their own is assumed.",
+        help="Host memory, such as 512GiB, for what is offloaded. Default with named GPUs: 1.75 times "
+        "their memory.",
     ),
 ]

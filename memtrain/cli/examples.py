@@ -85,5 +85,5 @@ def _of_method(method: Method) -> tuple[str, ...]:
     ]
     if not method.is_online:
         rows = ("rows", "answers", "pairs")[method.num_answers]
-        lines.append(f"{start} {rows}.jsonl --model Qwen/Qwen3-0.6B  # no recipe: it is written beside")
+        lines.append(f"{start} {rows}.jsonl --model Qwen/Qwen3-0.6B  # no recipe needed: it is written")
     return tuple(lines)

@@ -168,7 +168,7 @@ def test_faults_of_keys_do_not_hide_those_of_the_model_the_data_and_the_packages
         pytest.param(
             "method: sft\nmodel: {path: 3, config: gone.json}\ndata: {train: {source: [x]}, eval: d.jsonl}\n",
             (
-                "no tokenizer of its own",
+                "model.config has no tokenizer",
                 "model.path: ",
                 "data.train.0.source: a list was given",
                 "gone.json",

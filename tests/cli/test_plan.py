@@ -103,7 +103,7 @@ def test_console_json_and_page_say_the_same_need_and_no_other(recipe, tmp_path, 
     assert f"Host memory: {made['host']['need_bytes'] / 2**30:.2f} GiB" in shown
     run([*asked, "--html", str(tmp_path / "p.html")])
     page = " ".join((tmp_path / "p.html").read_text().split())
-    assert f"Needs {need} of {budget} on each device" in page
+    assert f"needs on each device</span><b>{need}</b><small>of {budget}, margin included" in page
 
 
 def test_a_plan_as_a_page_is_written_and_loads_nothing(recipe, tmp_path, capsys):
@@ -231,7 +231,7 @@ def test_the_first_answer_loads_no_torch_and_takes_about_a_second():
             16,
             "17.00 GiB reserved (+6.2%; the plan takes +5%), so 18.25 GiB with context and margin: it fits.",
         ),
-        (24, 16, "more than 23.50 GiB. It fits all the same, in 17.23 GiB"),
+        (24, 16, "more than 23.50 GiB. It still fits, in 17.23 GiB"),
         (24, 23, "and 24.37 GiB at least: it does not fit 23.50 GiB by this trace."),
     ],
 )

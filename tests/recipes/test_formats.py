@@ -360,7 +360,7 @@ def test_a_pair_of_single_messages_comes_after_its_conversation():
     [
         ({"question;answer": "a;b"}, "its columns are separated by ';'"),
         ({"version": "1", "data": [{"question": "a"}]}, "the rows seem to be in column 'data'"),
-        ({"qa": {"question": "a"}, "id": 1}, "write the fields of column 'qa' as columns of their own"),
+        ({"qa": {"question": "a"}, "id": 1}, "write the fields of column 'qa' as separate columns"),
         ({"body": "a", "id": 1}, "data.columns: {text: body}"),
         ({"frage": "a", "antwort": "b", "nr": 1}, "data.columns: {prompt: frage, completion: antwort}"),
     ],

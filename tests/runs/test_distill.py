@@ -155,9 +155,9 @@ def test_own_completions_are_judged_and_a_killed_run_writes_them_again(made):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("distill.top_k=4", "distill.top_k_file=f"), "needs a teacher that is asked"),
+        (("distill.top_k=4", "distill.top_k_file=f"), "needs a teacher that can score new text"),
         (("length.packing=bfd",), "length.packing bfd cannot be combined with distill.on_policy_fraction"),
-        (("generate.num_generations=4",), "generate.num_generations cannot be with"),
+        (("generate.num_generations=4",), "generate.num_generations cannot be combined with"),
     ],
 )
 def test_what_own_completions_cannot_be_with_is_refused(made, words, says):

@@ -35,7 +35,7 @@ ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Model to train on DATASET: a folder or a hub id. The recipe of the run is written beside.",
+        help="Model to train on DATASET: a folder or a hub id. The recipe of the run is written too.",
         show_default=False,
     ),
 ]

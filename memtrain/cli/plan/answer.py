@@ -143,7 +143,7 @@ def ask(
     if presumed and wants:
         notes.append("The plan assumes that bitsandbytes is installed there (pip install 'memtrain[quant]').")
     if presumed and recipe.online is not None and recipe.generation.backend == "vllm":
-        notes.append("The plan assumes that vLLM is installed there, in an environment of its own.")
+        notes.append("The plan assumes that vLLM is installed there, in a separate environment.")
     return Question(loaded, asked, looked, hardware, presumed, tuple(notes))
 
 

@@ -129,7 +129,7 @@ def _refuse_unknown(config: Mapping[str, object], folder: Path) -> None:
     if "model_type" not in config or unknown_type(kind) is None:
         return
     version_of = version("transformers")
-    with_code = ", and the model comes with code of its own" if config.get("auto_map") else ""
+    with_code = ", and the model comes with its own code" if config.get("auto_map") else ""
     raise LaunchError(
         f"transformers {version_of} knows no {kind} models{with_code}", f"{folder}/config.json", NO_CODE_FIX
     )

@@ -129,7 +129,7 @@ def _rollout_words(made: Answer) -> str:
     parts = [f"{seconds(rollout.reading_s + rollout.writing_s)} of it generation"]
     if rollout.judging_s:
         parts.append(f"{seconds(rollout.judging_s)} reward models")
-    return f", {' and '.join(parts)} where every completion is as long as it may be"
+    return f", {' and '.join(parts)} if every completion has the maximum length"
 
 
 def host_words(made: Answer) -> str:
@@ -307,8 +307,8 @@ def allocator_words(made: Answer, reserved: int, least: int, live: int) -> str:
         return f"{words}: it fits."
     if most <= budget:
         return (
-            f"{words}, more than {gib(budget)}. It fits all the same, in {gib(most)}: the allocator gives "
-            "cached blocks back when it needs them, which stops the device each time."
+            f"{words}, more than {gib(budget)}. It still fits, in {gib(most)}: the allocator releases "
+            "cached blocks when it needs memory, which stalls the device each time."
         )
     return f"{words}, and {gib(most)} at least: it does not fit {gib(budget)} by this trace."
 

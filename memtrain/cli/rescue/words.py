@@ -86,7 +86,7 @@ def plan_learns(found: Rescue) -> tuple[str, ...]:
     changes = [f"{one.name} ({one.summary})" for one in named]
     asked = found.was.recipe.length.max_length if found.was is not None else recipe.length.max_length
     if settings.max_length is not None and asked is not None and settings.max_length < asked:
-        changes.append(f"rows are cut at {settings.max_length:,} tokens in place of {asked:,}")
+        changes.append(f"rows are cut at {settings.max_length:,} tokens instead of {asked:,}")
     return tuple(changes)
 
 

@@ -35,8 +35,8 @@ def refuse_gathering(ledger: DecisionLog, settings: Settings) -> None:
         return
     if settings.sampler in ("vllm", "vllm_server"):
         ledger.refuse(
-            f"generate.gather_weights {wanted}: vLLM generates with weights of its own; nothing is "
-            "gathered or streamed meanwhile",
+            f"generate.gather_weights {wanted} has no effect: vLLM generates with its own copy of the "
+            "weights",
             PATH,
             "remove it, or set generate.backend: native",
         )

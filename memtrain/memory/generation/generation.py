@@ -167,9 +167,7 @@ def _decide_sampler(ledger: DecisionLog, settings: Settings, facts: PlannerInput
         is_own = own_engine(ledger.asked.recipe) is not None
         name = "vllm" if is_own else "vllm_server"
         words = (
-            "in a process of its own"
-            if is_own
-            else "a server, which receives a checkpoint before each rollout"
+            "in a separate process" if is_own else "a server, which receives a checkpoint before each rollout"
         )
         ledger.decide("sampler", name, words, path)
         return name

@@ -154,7 +154,7 @@ def _refuse_process(ledger: DecisionLog, section: Vllm, settings: Settings) -> N
         ledger.refuse(
             "generate.backend is vllm, but vLLM is not installed in this environment",
             "generate.backend",
-            "install it in an environment of its own (docs/generation.md) and give its interpreter: "
+            "install it in a separate environment (docs/generation.md) and give its interpreter: "
             "generate: {vllm: {python: ~/envs/vllm/bin/python}}; or set generate.backend: native",
         )
     if settings.device == "cpu":
@@ -175,7 +175,7 @@ def _refuse_process(ledger: DecisionLog, section: Vllm, settings: Settings) -> N
         )
     if section.devices and section.sleep not in ("auto", "off"):
         ledger.refuse(
-            f"generate.vllm.sleep {section.sleep} has no effect: vLLM has devices of its own "
+            f"generate.vllm.sleep {section.sleep} has no effect: vLLM has its own devices "
             "(generate.vllm.devices)",
             "generate.vllm.sleep",
             "remove it, or generate.vllm.devices",
@@ -267,7 +267,7 @@ def _sleep_words(need: EngineNeed, settings: Settings, section: Vllm) -> str:
         return f"{gib(need.asleep)} stay while the policy trains"
     if settings.device == "cpu":
         return "vLLM sleeps on CUDA only"
-    return "vLLM has a device of its own" if section.devices else "vLLM never gives its memory back"
+    return "vLLM has its own device" if section.devices else "vLLM never gives its memory back"
 
 
 def _no_room(ledger: DecisionLog, need: EngineNeed, room: int, beside: int) -> DoesNotFit:

@@ -86,7 +86,7 @@ class Hardware:
             raise RecipeError(
                 f"{name} is an AMD GPU, and memtrain has not been run on ROCm",
                 where="--gpu",
-                fix="name an NVIDIA card; or give the size with --budget 192GiB, for the bytes alone",
+                fix="name an NVIDIA card; or plan memory only, with --budget 192GiB",
             )
         if card is None:
             raise RecipeError(

@@ -44,7 +44,7 @@ def _cannot(ledger: DecisionLog, facts: PlannerInputs) -> str:
         )
     if recipe.model.liger == "on" or recipe.model.kernels == "fused":
         own = "model.liger: on" if recipe.model.liger == "on" else "model.kernels: fused"
-        return f"{own} has kernels of its own for their norms and MLPs"
+        return f"{own} has its own kernels for their norms and MLPs"
     if recipe.model.quantize != "none":
         return "their weights are quantized, by kernels that torch.compile does not see into"
     drops = recipe.model.adapter is not None and recipe.model.adapter.dropout > 0

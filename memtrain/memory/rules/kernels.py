@@ -14,7 +14,7 @@ from memtrain.memory.rules.liger_families import LIGER_ACTIVATIONS, LIGER_FAMILI
 SILU = ("silu", "swish")
 PATH = "model.kernels"
 TRITON_FROM = (7, 0)
-COMPILED = "compiled layers have kernels of their own"
+COMPILED = "compiled layers have their own kernels"
 
 
 def decide_kernels(

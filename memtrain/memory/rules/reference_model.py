@@ -84,7 +84,7 @@ def decide_reference(ledger: DecisionLog, *, passes: float) -> str:
         )
     if wanted == "synced" and adapter is not None:
         ledger.refuse(
-            "a reference that follows the policy needs weights of its own, and only the adapter is trained",
+            "a reference that follows the policy needs its own weights, but only the adapter is trained",
             path,
             "set reference: adapter_off, or train all weights (remove model.adapter)",
         )

@@ -18,8 +18,8 @@ MOST_PADDING = 1024
 """Tokens by which heads of one tokenizer may differ: Qwen2.5's have 151,936 and 152,064. Taste."""
 
 WHY = {
-    "model": "a model beside the student, asked in every step; frozen",
-    "adapter_off": "the student without its adapter: no weights of its own, one more forward pass",
+    "model": "a frozen model beside the student, run in every step",
+    "adapter_off": "the student without its adapter: no extra weights, one more forward pass",
     "file": "top-k tokens from a file: no teacher is loaded",
 }
 """Each source of a teacher's distribution in words."""

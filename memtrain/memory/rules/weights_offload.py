@@ -25,7 +25,7 @@ def refusal_of(recipe: Recipe, config: Mapping[str, object]) -> str | None:
     if recipe.writes_completions and recipe.generation.backend == "vllm":
         return SENT
     if recipe.model.quantize == "8bit":
-        return "8-bit weights keep copies of their own on the device"
+        return "8-bit weights keep their own copies on the device"
     text = config.get("text_config", config)
     known = cast(Mapping[str, object], text) if isinstance(text, Mapping) else config
     return SHARED_KEYS if known.get("num_kv_shared_layers") else None

@@ -216,7 +216,7 @@ def _mapping_example(row: Row, needed: Sequence[str]) -> str:
     texts = [str(column) for column, value in row.items() if isinstance(value, str)]
     objects = [str(column) for column, value in row.items() if isinstance(value, Mapping)]
     if objects and not texts:
-        return f"write the fields of column '{objects[0]}' as columns of their own: a column is mapped whole"
+        return f"write the fields of column '{objects[0]}' as separate columns: a column is mapped whole"
     if len(texts) == 1 and "text" in needed:
         return f"map your column: data.columns: {{text: {texts[0]}}}"
     if not texts or len(needed) < 2:

@@ -105,7 +105,7 @@ def common_beginning(
         )
     if length in (len(chosen), len(rejected)):
         raise BadRow(
-            "one conversation is the beginning of the other, without an answer of its own",
+            "one conversation is the beginning of the other, without its own answer",
             "end each conversation with its own answer, or remove the row",
         )
     return chosen[:length], chosen[length:], rejected[length:]

@@ -68,7 +68,7 @@ MODEL: dict[str, ToolRule] = {
     "overrides_of_model_kwargs": Unmapped("arguments of the model's loading"),
     "rope_scaling": ReadTogether(),
     "embeddings_skip_upcast": Automatic("embeddings are held in the run's precision"),
-    "reinit_weights": Unmapped("`model.config` in place of `model.path` starts from random weights"),
+    "reinit_weights": Unmapped("`model.config` instead of `model.path` starts from random weights"),
     "bf16": ReadTogether(),
     "fp16": ReadTogether(),
     "bfloat16": ReadTogether(),

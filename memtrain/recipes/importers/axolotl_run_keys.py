@@ -134,7 +134,7 @@ ONLINE: dict[str, ToolRule] = {
     },
     "trl.vllm_guided_decoding_regex": TrlKey("vllm_structured_outputs_regex"),
     "trl.rollout_func": Unmapped("your own rollout function"),
-    "trl.reward_num_workers": Automatic("rewards run in processes of their own"),
+    "trl.reward_num_workers": Automatic("rewards run in separate processes"),
     "trl.skip_zero_advantage_batches": Automatic("groups without a signal are left out of the passes"),
     "trl.*": _ASYNC,
     "vllm.gpu_memory_utilization": TrlKey("vllm_gpu_memory_utilization"),

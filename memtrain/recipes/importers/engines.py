@@ -18,7 +18,7 @@ def deepspeed(reading: ToolReading, key: str, value: object) -> None:
     found = _deepspeed_of(value)
     if found is None:
         reading.lose(
-            key, "the DeepSpeed file is not here, and its name does not tell the stage; set cluster.engine"
+            key, "the DeepSpeed file is not here, and its name does not show the stage; set cluster.engine"
         )
         return
     stage, offload = found

@@ -12,7 +12,7 @@ _CACHE = Automatic("tokenized rows are kept in memtrain's own cache (data.cache_
 _TOKENS = Unmapped("your own tokens: add them to the tokenizer that `model.tokenizer` names")
 _IMAGES = Unmapped("rows are text", (None, False, 262144, 1024, 589824, 2.0, 128, 16000))
 _OTHER = Unmapped("methods that memtrain does not have")
-_UNUSED = Automatic("inference and export have commands of their own")
+_UNUSED = Automatic("inference and export are separate commands")
 _SWANLAB = Unmapped("the trackers are tensorboard, wandb, mlflow and trackio")
 _BESIDE = Automatic("belongs to a method, or an engine, that is listed where it is asked for")
 _TOGETHER = ReadTogether()
@@ -42,7 +42,7 @@ KEYS: dict[str, ToolRule] = {
     "pure_bf16": _TOGETHER,
     "upcast_layernorm": Automatic("norms are computed in float32"),
     "upcast_lmhead_output": Automatic("log-probs are accumulated in float32 in any case"),
-    "train_from_scratch": Unmapped("`model.config` in place of `model.path` starts from random weights"),
+    "train_from_scratch": Unmapped("`model.config` instead of `model.path` starts from random weights"),
     "lora_rank": TrlKey("lora_r"),
     "lora_alpha": TrlKey("lora_alpha"),
     "lora_dropout": TrlKey("lora_dropout"),

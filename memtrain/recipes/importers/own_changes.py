@@ -13,7 +13,7 @@ LEAST_LENGTH = 256
 """Tokens below which shorter rows are not proposed. Taste."""
 
 _EIGHT_BIT = "moments are rounded to 8 bits"
-_LORA = "an adapter is trained in place of all weights"
+_LORA = "an adapter is trained instead of all weights"
 _QLORA = "the frozen weights are rounded to 4 bits"
 _SYNONYMS = {"liger_fused_linear_cross_entropy": ("cut_cross_entropy", "chunked_cross_entropy")}
 _AR = "actor_rollout_ref"

@@ -7,7 +7,7 @@ _OTHER_OPTIMIZER = (
     "`optim.kind` (the kinds are listed there; Adam-mini, APOLLO, BAdam and GaLore are not among them)"
 )
 _RESPONSES = "`data.assistant_only_loss`, or `data.completion_only_loss` of prompts with completions"
-_TRACKER = "`log.trackers`, and `log.project`; the rest is the tracker's own: its environment variables"
+_TRACKER = "`log.trackers`, and `log.project`; for the rest, use the tracker's environment variables"
 _PER_EPOCH = "(in steps; not given: at the end of every epoch)"
 _KERNELS = "`model.kernels`, or `model.liger`"
 _CLIP = "`grpo.clip_low`, and `grpo.clip_high`"

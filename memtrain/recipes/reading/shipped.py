@@ -85,4 +85,4 @@ def _nearest_name(name: str) -> str:
     found = list(dict.fromkeys(by_word[word] for word in near))
     if found:
         return f"did you mean {' or '.join(found)}?"
-    return "`memtrain recipes` lists the shipped recipes; a file of your own ends in .yaml"
+    return "`memtrain recipes` lists the shipped recipes; your own files end in .yaml"

@@ -40,7 +40,7 @@ def starter_recipe(method: str, file_name: str = "recipe.yaml") -> str:
     lines = [
         f"# yaml-language-server: $schema={schema}",
         f"# {METHODS[method].summary}",
-        "# It runs as it is, on data and a model that are made on the spot; put yours in their place.",
+        "# It runs unchanged, on a built-in model and built-in data; replace them with yours.",
         "# A line that starts with # is an option. Every other key: memtrain schema --reference",
         f"# Check it: memtrain check {file_name}",
         f"# Run it:   memtrain {METHODS[method].command} {file_name}",

@@ -187,7 +187,7 @@ class Model(Section):
             self._check_pin()
         if self.config is not None and self.tokenizer is None:
             raise ValueError(
-                "model.config has no tokenizer of its own; set model.tokenizer (builtin:tiny is at hand)"
+                "model.config has no tokenizer; set model.tokenizer (builtin:tiny is always available)"
             )
         if self.add_tokens and self.adapter is not None and not self.adapter.modules_to_save:
             raise ValueError(

@@ -186,7 +186,7 @@ class Rewards(Section):
         names = [one.label for one in self.functions]
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
-            raise ValueError(f"two rewards have the name '{doubled[0]}'; give one of them a name of its own")
+            raise ValueError(f"two rewards have the name '{doubled[0]}'; give one of them another name")
         if self.environment is not None and self.models:
             raise ValueError(
                 "a reward model reads one answer, and rewards.environment makes conversations; remove one of "

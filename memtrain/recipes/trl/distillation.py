@@ -22,7 +22,7 @@ def distillation(made: Translation) -> None:
     _teacher(made)
     if made.recipe_keys.get("distill.on_policy_fraction", (0, ""))[0]:
         made.notes.append(
-            "temperature is of the completions alone, as TRL's GKD has it: distill.temperature, of both "
+            "temperature applies to completions only, as in TRL's GKD: distill.temperature, of both "
             "distributions in the loss, is 1"
         )
         made.notes.append(

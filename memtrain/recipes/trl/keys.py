@@ -72,9 +72,7 @@ DATA: dict[str, Rule] = {
     "streaming": RecipeKey("data.streaming"),
     "test_split_size": RecipeKey("data.eval_fraction"),
     "dataset_text_field": RecipeKey("data.columns.text", values={"text": None}),
-    "dataset_kwargs": Unmapped(
-        "data is always prepared the same way; rows of token ids are taken as they are"
-    ),
+    "dataset_kwargs": Unmapped("data is always prepared the same way; rows of token ids are used unchanged"),
     "dataset_num_proc": RecipeKey("data.processes"),
     "completion_only_loss": RecipeKey("data.completion_only_loss"),
     "assistant_only_loss": RecipeKey("data.assistant_only_loss"),

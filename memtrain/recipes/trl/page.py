@@ -110,7 +110,7 @@ _TOGETHER: Mapping[str, str] = {
     "vllm_gpu_memory_utilization": "`generate.vllm.memory_share`",
     "vllm_enable_sleep_mode": "`generate.vllm.sleep`",
     **dict.fromkeys(
-        ("vllm_server_timeout", "vllm_group_port"), "not needed: a server is asked over HTTP alone"
+        ("vllm_server_timeout", "vllm_group_port"), "not needed: a server is used over HTTP only"
     ),
     "vllm_importance_sampling_correction": "`grpo.importance_correction: none`, where it is false",
     "vllm_importance_sampling_mode": "`grpo.importance_correction`",

@@ -61,7 +61,7 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
         raise LaunchError(
             f"{folder.final} is already a full model" if is_full else f"{run} has no finished adapter",
             str(run),
-            "use it as it is" if is_full else "the run must finish first",
+            "use it directly" if is_full else "the run must finish first",
         )
     output = output or run / "merged"
     refuse_to_overwrite(output)

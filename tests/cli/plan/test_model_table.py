@@ -168,7 +168,7 @@ def test_a_dataset_and_a_model_are_planned_as_the_run_that_they_mean(
         (["rows.jsonl"], "memtrain plan rows.jsonl --model MODEL"),
         (["prompts.jsonl", "--model", "tiny"], "then memtrain plan my.yaml data.train=prompts.jsonl"),
         (["odd.jsonl", "--model", "tiny"], "'data.columns={prompt: frage, completion: antwort}'"),
-        (["nested.jsonl", "--model", "tiny"], "write the fields of column 'qa' as columns of their own"),
+        (["nested.jsonl", "--model", "tiny"], "write the fields of column 'qa' as separate columns"),
     ],
 )
 def test_a_plan_of_a_dataset_is_refused_with_the_words_that_work(

@@ -66,7 +66,7 @@ def test_auto_gathers_where_it_fits_and_streams_where_it_does_not(known, recipe_
         ({"cluster__engine": "zero2"}, "every process holds all weights"),
         (
             {"cluster__engine": "ddp", "generate__backend": "vllm", "generate__vllm": {"python": "python"}},
-            "vLLM generates with weights of its own",
+            "vLLM generates with its own copy of the",
         ),
     ],
 )

@@ -136,7 +136,7 @@ def test_a_server_needs_no_memory_here(ask: Ask, on_h100: PlannerInputs):
         ({"generate__vllm": PYTHON | {"devices": (1, 2)}}, "generate.vllm.devices names 2"),
         (
             {"generate__vllm": PYTHON | {"devices": 1, "sleep": "level1"}},
-            "has no effect: vLLM has devices of its own",
+            "has no effect: vLLM has its own devices",
         ),
         ({}, "vLLM is not installed in this environment"),
     ],

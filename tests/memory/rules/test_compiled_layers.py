@@ -30,7 +30,7 @@ def test_layers_are_compiled_where_the_recipe_asks(ask: Any, facts_of: Any, prof
         ("cpu", {}, "counted operator by operator"),
         ("h100", {"model__adapter": {"r": 8, "dropout": 0.1}}, "drops numbers at random"),
         ("h100", {"model__adapter": {"r": 8}, "model__quantize": "4bit"}, "weights are quantized"),
-        ("h100", {"model__kernels": "fused"}, "model.kernels: fused has kernels of its own"),
+        ("h100", {"model__kernels": "fused"}, "model.kernels: fused has its own kernels"),
         (
             "h100",
             {"cluster__engine": "zero2", "cluster__processes": 2},

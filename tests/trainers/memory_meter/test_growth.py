@@ -47,7 +47,7 @@ def test_a_leak_is_reported_once_and_early_with_its_rate_and_its_end():
     ((step, text),) = notes_of(lambda step: GIB + 4 * MIB * step + noise(step, 16 * MIB))
     assert step <= 2 * WINDOW
     assert "host memory grows by 4.0 MiB a step" in text or "host memory grows by 3." in text
-    assert "is full after" in text
+    assert "is used up after" in text
     assert "no Python object" in text
 
 

@@ -51,7 +51,7 @@ STRATEGY = Strategy(
     conflicts=(
         Conflict(
             "optimizers whose states are not moved",
-            "paged and 8-bit states have a place of their own; sgd and adafactor have hardly any",
+            "paged and 8-bit states have their own placement; sgd and adafactor have hardly any",
             when=lambda settings: settings.optimizer not in ("adamw", "muon"),
         ),
         Conflict(

@@ -48,6 +48,6 @@ STRATEGY = Strategy(
     refusal=refusal,
     conflicts=(
         *OF_COPIES,
-        Conflict("DeepSpeed's ZeRO", "it keeps float32 copies of its own in any case", when=uses_zero),
+        Conflict("DeepSpeed's ZeRO", "it keeps its own float32 copies in any case", when=uses_zero),
     ),
 )

@@ -90,7 +90,7 @@ STRATEGY = Strategy(
         Conflict("several processes but under an adapter and DDP", EACH_ITS_OWN, when=_divides_weights),
         Conflict(
             "8-bit weights",
-            "they keep copies of their own on the device",
+            "they keep their own copies on the device",
             when=lambda settings: settings.quantize == "8bit",
         ),
         Conflict(
@@ -115,7 +115,7 @@ STRATEGY = Strategy(
         ),
         Conflict(
             "a load-balance loss of routers",
-            "routers are asked in a pass of their own, which would fetch all weights once more",
+            "routers run in a separate pass, which would fetch all weights once more",
             when=lambda settings: settings.router_aux_loss_coef > 0,
         ),
         Conflict(

@@ -76,8 +76,8 @@ class Distill(Section):
     def _completions_are_new(self) -> Distill:
         if self.on_policy_fraction and self.top_k is not None:
             raise ValueError(
-                "on_policy_fraction needs a teacher that is asked, and top_k_file knows the rows alone; "
-                "remove top_k and top_k_file, or on_policy_fraction"
+                "on_policy_fraction needs a teacher that can score new text, but top_k_file covers only "
+                "the rows; remove top_k and top_k_file, or on_policy_fraction"
             )
         return self
 

@@ -96,7 +96,7 @@ def _spelling(name: str) -> str:
     near = difflib.get_close_matches(path.name, beside, n=1)
     if near:
         return f"did you mean '{path.with_name(beside[near[0]])}'?"
-    return f"check the spelling; a relative path begins at the current folder, {Path.cwd()}"
+    return f"check the spelling; a relative path starts at the current folder, {Path.cwd()}"
 
 
 @contextmanager

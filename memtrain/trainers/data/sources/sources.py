@@ -88,7 +88,7 @@ def located(source: Source, form: Format, streaming: bool) -> Located:
             raise DataError(
                 f"no file matches '{source.source}'",
                 "data",
-                f"check the pattern; a relative one begins at the current folder, {Path.cwd()}",
+                f"check the pattern; a relative one starts at the current folder, {Path.cwd()}",
             )
         notes = unread_notes(str(fixed_part(path)), folders_among(matches)) if "**" not in path.parts else ()
         return Located(streams_of(files, unit), tuple(notes))

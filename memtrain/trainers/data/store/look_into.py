@@ -96,7 +96,7 @@ def check_system_prompt(found: Found) -> None:
         raise DataError(
             f"data.system_prompt has no effect: the rows of '{found.source.source}' are strings",
             "data.system_prompt",
-            "remove it, or give system_prompt to the sources of conversations alone",
+            "remove it, or give system_prompt only to sources of conversations",
         )
 
 

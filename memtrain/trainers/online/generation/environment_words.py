@@ -92,7 +92,7 @@ def words_of_environment(
         return PlainWords(tokenizer)
     if turn_end is None:
         raise DataError(
-            "the chat template ends the model's turns with no token of its own, so that no turn can follow",
+            "the chat template has no token that ends the model's turns, so that no turn can follow",
             PLACE,
             "set model.chat_template: chatml",
         )

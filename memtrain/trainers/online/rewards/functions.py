@@ -132,9 +132,7 @@ def reward_file(name: str, where: str) -> Path:
     """The file of a reward function. Raises: RecipeError when it is not there."""
     path = Path(name).expanduser()
     if not path.is_file():
-        raise RecipeError(
-            f"there is no file '{path}'", where, "paths are relative to the folder in which the command runs"
-        )
+        raise RecipeError(f"there is no file '{path}'", where, "paths are relative to the current folder")
     return path
 
 

@@ -209,8 +209,8 @@ class VllmSampler:
         return LaunchError(
             f"the vLLM process does not start: {fault}",
             str(self.launch.log),
-            f"{python} must have vLLM (docs/generation.md says how it is installed in an environment of its "
-            "own); give its interpreter with generate.vllm.python, or set generate.backend: native",
+            f"{python} must have vLLM (docs/generation.md says how to install it in a separate "
+            "environment); give its interpreter with generate.vllm.python, or set generate.backend: native",
         )
 
 

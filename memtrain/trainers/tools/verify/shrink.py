@@ -39,7 +39,7 @@ def shrunk_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return {**config, "text_config": shrunk_config(config["text_config"])}
     if "hidden_size" not in config or "num_hidden_layers" not in config:
         raise RecipeError(
-            f"a {config.get('model_type')} cannot be shrunk: its configuration uses names of its own",
+            f"a {config.get('model_type')} cannot be shrunk: its configuration uses other names",
             "--shrink",
             "verify the recipe without it",
         )

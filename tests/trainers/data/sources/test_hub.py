@@ -47,7 +47,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_not_again_for_the_datase
         "error: 'some/dataset' is not a file or folder here, and as a hub dataset it is not in the "
         "cache: the hub cannot be reached\n"
         "   at: data\n"
-        f"  try: check the spelling; a relative path begins at the current folder, {tmp_path}; for a dataset "
+        f"  try: check the spelling; a relative path starts at the current folder, {tmp_path}; for a dataset "
         "of the hub connect this machine, or download its files elsewhere and give their path"
     )
     assert asked == [{"revision": None, "timeout": 3.0}, True]
