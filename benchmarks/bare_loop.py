@@ -2,6 +2,7 @@
 
     python benchmarks/bare_loop.py [--models 0.9M 25M] [--steps 40] [--repeats 3]
     python benchmarks/bare_loop.py --meter    a step with its tensors counted over one without, step by step
+    python benchmarks/bare_loop.py --parts    processor ms of the parts of the median step, of both sides
 
 The bare loop is what one writes by hand, and nothing else: sdpa, transformers' own loss over all logits
 of a row, fused AdamW, a clipped norm; no file is written and nothing is reported. All rows are of one
@@ -104,13 +105,49 @@ def counted_over_plain(size: str, folder: Path, pairs: int = 12) -> list[float]:
     return sorted(shares)
 
 
-def turn(job: dict[str, Any], side: str, folder: Path) -> list[float]:
+def timed(owner: Any, name: str, label: str, taken: dict[str, list[float]]) -> None:
+    """From now on the processor time of each call of a function is kept."""
+    plain = getattr(owner, name)
+
+    def kept(*given: Any, **named: Any) -> Any:
+        begun = time.process_time()
+        try:
+            return plain(*given, **named)
+        finally:
+            taken.setdefault(label, []).append(time.process_time() - begun)
+
+    setattr(owner, name, kept)
+
+
+def part_times(side: str, job: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of the layers' forward pass, the gradients whole, and the update, of the median step."""
+    import torch
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    taken: dict[str, list[float]] = {}
+    timed(LlamaModel, "forward", "layers forward", taken)
+    if side == "bare":
+        timed(torch.Tensor, "backward", "backward", taken)
+        timed(torch.nn.utils, "clip_grad_norm_", "clip", taken)
+        made = run_bare(job)
+    else:
+        import memtrain.trainers.loop.worker  # noqa: F401
+        from memtrain.trainers.loop import loop
+
+        timed(loop, "whole_gradients", "gradients", taken)
+        timed(loop, "one_step", "step", taken)
+        made = run_memtrain(job)
+    taken["step to step"] = [after - before for before, after in pairwise(made["cpu_s"])]
+    return {label: round(1000 * statistics.median(times[3:]), 1) for label, times in taken.items()}
+
+
+def turn(job: dict[str, Any], side: str, folder: Path, *more: str) -> Any:
     """Processor seconds at the end of each step of one side, in a process of its own."""
     work = folder / "-".join((Path(job["model"]).name, side, str(job["seed"])))
     work.mkdir()
     given = job | {"folder": str(work), "measure_peaks": side == "measured"}
     (work / "job.json").write_text(json.dumps(given))
-    words = [sys.executable, __file__, "--side", side, str(work / "job.json"), str(work / "made.json")]
+    words = [sys.executable, __file__, "--side", side, str(work / "job.json"), str(work / "made.json"), *more]
     one = os.environ | {"OMP_NUM_THREADS": "1", "MEMTRAIN_CALIBRATION": "off"}
     done = subprocess.run(words, capture_output=True, text=True, env=one)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -123,24 +160,30 @@ def costs(cpu_s: Sequence[float]) -> dict[str, float]:
     return {"mean_s": statistics.fmean(steps), "settled_s": statistics.median(steps)}
 
 
+def job_of(size: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
+    """The job of both sides, with its rows and its model written."""
+    if not (folder / size).exists():
+        save_model(folder / size, MODELS[size])
+    data = folder / f"{size}-{seed}.jsonl"
+    vocabulary = json.loads((folder / size / "config.json").read_text())["vocab_size"]
+    write_rows(data, steps * BATCH, seed, vocabulary)
+    return {
+        "method": "sft",
+        "model": str(folder / size),
+        "data": str(data),
+        "batch_size": BATCH,
+        "steps": steps,
+        "lr": 1e-4,
+        "seed": seed,
+        "fixed": False,
+    }
+
+
 def compare(size: str, steps: int, repeats: int, folder: Path) -> dict[str, Any]:
     """The sides in turns; ratios of memtrain's to the bare loop's, turn by turn."""
-    save_model(folder / size, MODELS[size])
-    vocabulary = json.loads((folder / size / "config.json").read_text())["vocab_size"]
     turns: list[dict[str, dict[str, float]]] = []
     for seed in range(repeats):
-        data = folder / f"{size}-{seed}.jsonl"
-        write_rows(data, steps * BATCH, seed, vocabulary)
-        job = {
-            "method": "sft",
-            "model": str(folder / size),
-            "data": str(data),
-            "batch_size": BATCH,
-            "steps": steps,
-            "lr": 1e-4,
-            "seed": seed,
-            "fixed": False,
-        }
+        job = job_of(size, steps, seed, folder)
         order = SIDES if seed % 2 == 0 else SIDES[::-1]
         made = {side: costs(turn(job, side, folder)) for side in order}
         turns.append({side: made[side] for side in SIDES})
@@ -162,13 +205,23 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--meter", action="store_true")
+    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
     if asked.side:
         side, job, out = asked.side
+        if asked.parts:
+            Path(out).write_text(json.dumps({"cpu_s": part_times(side, json.loads(Path(job).read_text()))}))
+            return 0
         made = (run_bare if side == "bare" else run_memtrain)(json.loads(Path(job).read_text()))
         Path(out).write_text(json.dumps({"cpu_s": made["cpu_s"]}))
+        return 0
+    if asked.parts:
+        with tempfile.TemporaryDirectory() as name:
+            for side in SIDES[:2] * asked.repeats:
+                job = job_of(asked.models[0], asked.steps, len(os.listdir(name)), Path(name))
+                print(side, turn(job, side, Path(name), "--parts"), flush=True)
         return 0
     if asked.meter:
         with tempfile.TemporaryDirectory() as name:
