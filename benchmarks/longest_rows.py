@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "longest_rows.json"
 PAGE = ROOT / "docs" / "streamed-layers.md"
 BEGIN = "| | memory | planned tokens | published elsewhere | waits on the host |"
-END = "\n\nA named card"
+END = "\n\nThe lengths that"
 WHOLE = "79.10 GiB"
 """Memory of a whole H100, as torch gives it."""
 

@@ -410,6 +410,9 @@ ARCHITECTURES = {
     "granite": arch("granite", logits_scaling=2.0),
     "gemma": arch("gemma", head_dim=32, tie_word_embeddings=True),
     "qwen3_moe": arch("qwen3_moe", head_dim=32, moe_intermediate_size=96, **EXPERTS),
+    "qwen3_moe, float32": sft(
+        SMALL | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 32, "moe_intermediate_size": 96}, EVERY
+    ),
     "qwen3_moe, checkpointed": arch("qwen3_moe", EVERY, head_dim=32, moe_intermediate_size=96, **EXPERTS),
     "qwen3_moe, LoRA": arch("qwen3_moe", {"adapter": LORA}, head_dim=32, moe_intermediate_size=96, **EXPERTS),
     "qwen3_moe, QLoRA": arch("qwen3_moe", QLORA, head_dim=32, moe_intermediate_size=96, **EXPERTS),

@@ -181,7 +181,7 @@ def traced(job: TraceJob, *, timeout_s: float = 600.0, cache: Path | None = None
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise LaunchError(
-            f"the step could not be traced: {last}",
+            f"the step could not be traced: {last.rstrip('.')}",
             "--trace",
             "leave it out: the computed prediction still holds",
         )

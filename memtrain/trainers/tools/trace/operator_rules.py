@@ -68,6 +68,21 @@ def _index_add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if is_of_picked else func(*args, **kwargs)
 
 
+def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Product of each expert's rows, or the gradient of each one's matrix; kernels of a CPU take float32, the
+    function that answers without data refuses it.
+
+    Source: torch 2.13, _meta_registrations.py, `_meta_grouped_mm_common`.
+    """
+    left, right = args[0], args[1]
+    if left.dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    ends_E = args[2] if len(args) > 2 else kwargs["offs"]
+    rows = (left.shape[0], right.shape[-1])
+    shape = rows if right.dim() == 3 else (ends_E.shape[0], *rows)
+    return torch.empty(shape, dtype=left.dtype, device=_device(left))
+
+
 ALONE = 4
 """References to a tensor that its operator and a mode see, where the engine of autograd holds it alone."""
 
@@ -134,6 +149,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     **_rules_in_place(),
     aten._local_scalar_dense.default: _scalar,
     aten.equal.default: _equal,
+    aten._grouped_mm.default: _grouped_mm,
     aten.index_add.default: _index_add,
     aten.add.Tensor: _added,
     aten.nonzero.default: _nonzero,
