@@ -23,7 +23,7 @@ from memtrain.memory.estimate.experts import (
     experts_recomputed,
     widest_mlp,
 )
-from memtrain.memory.estimate.flash_scratch import flash_scratch
+from memtrain.memory.estimate.flash_scratch import FLEX, flash_scratch
 from memtrain.memory.estimate.quantized import packs_itself, unpacked
 from memtrain.memory.estimate.workload import Workload, once
 
@@ -347,7 +347,7 @@ def positions_and_mask(load: Workload) -> int:
         # A causal mask of each padded row, as it is made and in the precision of the scores.
         rows = load.batch.rows
         return cosines + rows * (load.N // rows) ** 2 * (1 + load.a) if rows > 1 else cosines
-    if load.settings.attention != "flex":
+    if load.settings.attention != FLEX:
         return cosines
     blocks = -(-load.N // MASK_BLOCK)
     return cosines + 16 * blocks**2 + 20 * load.N

@@ -33,6 +33,23 @@ def adapter_kept(load: Workload) -> int:
 
 
 @once
+def adapter_traffic(load: Workload, num_forward: float) -> float:
+    """Bytes that the adapters of one layer read and write, in so many forward passes and a backward one.
+
+    Forward x is read for x @ A, and the frozen output is read and written for the sum; where layers are
+    PEFT's and not compiled the product is written, scaled (read and written) and read for the sum besides.
+    Backward the output's gradient is read twice, x once, and x's gradient is read and written.
+    """
+    adapter = load.settings.adapter
+    if adapter is None:
+        return 0.0
+    parts = load.shape.adapted(adapter)
+    inputs, outputs = sum(part.num_inputs for part in parts), sum(part.num_outputs for part in parts)
+    of_sum = 2 if rounded_adapters(load) or load.settings.compiled else 6
+    return load.a * load.N * (num_forward * (inputs + of_sum * outputs) + 2 * outputs + 3 * inputs)
+
+
+@once
 def rounded_adapters(load: Workload) -> int:
     """Bytes of all adapters in half precision, where they are rounded together and kept from pass to pass.
 

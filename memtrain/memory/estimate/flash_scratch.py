@@ -19,7 +19,13 @@ from memtrain.memory.estimate.workload import Workload, once
 SCRATCH = "kernel scratch"
 """Owner of a kernel's scratch memory."""
 
-FLASH = ("torch_varlen", "flash", "flash3")
+HOPPER_FLASH = "flash3"
+"""The back end whose kernels are for Hopper alone."""
+
+FLEX = "flex"
+"""The back end whose kernels are compiled from a rule of scores."""
+
+FLASH = ("torch_varlen", "flash", HOPPER_FLASH)
 """Back ends on variable-length flash kernels for CUDA."""
 
 HOPPER_WIDTHS = (64, 96, 128, 192, 256)
@@ -113,7 +119,7 @@ def flash_scratch(load: Workload) -> int:
         head_dim=shape.head_dim,
         itemsize=load.a,
     )
-    return hopper_bytes(call) if settings.attention == "flash3" else flash_bytes(call)
+    return hopper_bytes(call) if settings.attention == HOPPER_FLASH else flash_bytes(call)
 
 
 def num_segments(load: Workload, tokens: int) -> int:

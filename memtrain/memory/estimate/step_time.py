@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import layer_boundary, layer_kept
+from memtrain.memory.estimate.adapters import adapter_traffic
+from memtrain.memory.estimate.attention_time import attention_time
 from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.estimate.context_parallel import num_gathered_kv, ulysses_width
 from memtrain.memory.estimate.experts import stack_ranks
@@ -44,10 +46,7 @@ FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 3.9, 6.7
 FUSED_OPERATORS, FUSED_TRAFFIC = 0.64, 0.55
 """Shares of both that fused kernels leave: 78 operators of a layer in place of 122; of the bytes, over what a
 layer keeps, 2.8 of 4.1 forward and 3.6 of 9.2 backward. Counted on traces of Qwen3-0.6B
-(benchmarks/kernel_counts.py)."""
-FLASH_BACKWARD = 2.5
-"""Operations of flash attention's backward pass over its forward pass. Source: Dao 2023, arXiv:2307.08691,
-section 4.1 (5 products against 2)."""
+(benchmarks/kernel_counts.py). Compiled layers are taken to fuse as much: what a compiler makes is its own."""
 MERGED_TRAFFIC = 32
 """Bytes read and written for each number of an attention output that is merged: both in float32 and as they
 were, counted in trainers/model/attention/two_part.py."""
@@ -86,7 +85,8 @@ def step_time(
     rates = hardware.rates_of(settings.threads, settings.num_processes)
     half = settings.dtype == "float16" or (settings.dtype == "bfloat16" and hardware.has_bfloat16)
     rate = rates.half_matmul_per_s if half else rates.single_matmul_per_s
-    products = num_micro_batches * (_layer_operations(load) + _head_operations(load)) / rate
+    attention = attention_time(load, hardware, rate, _passes(load)[0])
+    products = num_micro_batches * ((_layer_operations(load) + _head_operations(load)) / rate + attention)
     traffic = num_micro_batches * (_layer_traffic(load) + _head_traffic(load)) / rates.bytes_per_s
     optimizer = _optimizer_traffic(settings, shape) / rates.bytes_per_s
     launch = rates.launch_s * (
@@ -181,7 +181,7 @@ def _passes(load: Workload) -> tuple[float, float]:
 
 
 def _layer_operations(load: Workload) -> float:
-    """Multiplications and additions of all layers: 2 a weight and token, and 2*Q*L^2 for causal attention."""
+    """Multiplications and additions of all layers but for attention: 2 a weight and token."""
     shape, settings = load.shape, load.settings
     linear = 2.0 * load.N * sum(part.num_inputs * part.num_outputs for part in shape.linears)
     if shape.experts is not None:
@@ -198,11 +198,7 @@ def _layer_operations(load: Workload) -> float:
         linear_again = 2.0 * load.N * shape.width * (shape.query_width + 2 * shape.kv_width)
     else:
         linear_again = 0.0
-    forward, backward = _passes(load)
-    factor = 4.0 if settings.attention == "masked" else 2.0
-    attention = factor * shape.query_width * sum_of_squares(load) / settings.context_parallel
-    passes = linear * (forward + backward) + linear_again
-    return shape.num_layers * (passes + attention * (forward + FLASH_BACKWARD))
+    return shape.num_layers * (linear * sum(_passes(load)) + linear_again)
 
 
 def _expert_adapter(load: Workload) -> int:
@@ -217,19 +213,6 @@ def _expert_adapter(load: Workload) -> int:
 def num_slices(load: Workload) -> int:
     """In how many slices a layer goes over a micro-batch."""
     return -(-load.N // load.settings.slice_tokens) if load.settings.slice_tokens else 1
-
-
-def sum_of_squares(load: Workload) -> float:
-    """Sum of the squared lengths that attention works on: a window bounds how far each token looks."""
-    batch, settings = load.batch, load.settings
-    if settings.attention == "masked":
-        return float(load.N) ** 2
-    if not settings.padding_free:
-        return float(load.N) * (load.N / batch.rows)
-    mean = batch.tokens / batch.rows
-    window = load.shape.sliding_window
-    reach = min(mean, window) if window is not None else mean
-    return batch.tokens * reach
 
 
 def _head_operations(load: Workload) -> float:
@@ -248,14 +231,18 @@ def _forms_tiles_twice(load: Workload) -> bool:
 
 def _layer_traffic(load: Workload) -> float:
     forward, _ = _passes(load)
-    moved = layer_kept(load) * (FORWARD_TRAFFIC * forward + BACKWARD_TRAFFIC)
+    like = load
+    if load.settings.compiled:
+        like = Workload(load.settings.model_copy(update={"kernels": "fused"}), load.shape, load.batch)
+    moved = layer_kept(like) * (FORWARD_TRAFFIC * forward + BACKWARD_TRAFFIC)
     if num_slices(load) > 1:
         # Outputs of slices are merged with those over earlier keys, in float32, each time they are made.
         moved += MERGED_TRAFFIC * load.N * load.shape.query_width * (forward + 1)
     if load.settings.liger:
         moved *= 0.6
-    elif load.is_fused:
+    elif like.is_fused:
         moved *= FUSED_TRAFFIC
+    moved += adapter_traffic(load, forward)
     if load.settings.quantize != "none":
         stored = 0.516 if load.settings.quantize == "4bit" else 1.0
         weights = (load.shape.num_linear_weights + load.shape.num_expert_weights) / load.shape.num_layers
@@ -283,7 +270,8 @@ def _layer_operators(load: Workload) -> float:
     adapters = 0
     if load.settings.adapter is not None:
         adapters = 6 * len(load.shape.adapted(load.settings.adapter))
-    fused = 0.5 if load.settings.liger else FUSED_OPERATORS if load.is_fused else 1.0
+    is_fused = load.is_fused or load.settings.compiled
+    fused = 0.5 if load.settings.liger else FUSED_OPERATORS if is_fused else 1.0
     per_layer = fused * (FORWARD_OPERATORS * forward + BACKWARD_OPERATORS) + adapters * (forward + 2)
     return load.shape.num_layers * per_layer * num_slices(load)
 

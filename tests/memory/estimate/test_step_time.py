@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from memtrain.memory.estimate.adapters import adapter_traffic
 from memtrain.memory.estimate.step_time import _head_operations, _layer_operations, step_time
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.hardware.calibration import Measured
@@ -87,11 +88,10 @@ def test_full_offloading_is_taken_to_be_slow_until_the_machine_was_measured():
     assert unmeasured - seconds() == pytest.approx(2 * (measured - seconds()), rel=0.35)
 
 
-def test_operations_of_a_plain_step_are_six_a_weight_and_token_and_attention():
+def test_operations_of_a_plain_step_are_six_a_weight_and_token():
     load = Workload(Settings(**BASE), LLAMA8, BATCH)
     weights = LLAMA8.num_linear_weights
-    attention = 32 * 2 * 4096 * (8 * 2048**2) * 3.5
-    assert _layer_operations(load) == pytest.approx(6 * weights * 16384 + attention)
+    assert _layer_operations(load) == pytest.approx(6 * weights * 16384)
     # Logits twice (tiles are formed again for a trained half-precision head), d_hidden, d_weight.
     assert _head_operations(load) == 4 * 2 * (16384 - 8) * 128256 * 4096
 
@@ -105,6 +105,22 @@ def test_an_adapter_is_faster_than_all_weights_and_four_bits_cost_time():
     lora, qlora = seconds(adapter=Adapter(r=16)), seconds(adapter=Adapter(r=16), quantize="4bit")
     assert lora < seconds()
     assert lora < qlora
+
+
+def test_compiled_layers_move_what_fused_kernels_move():
+    compiled, plain = seconds(compiled=True), seconds()
+    assert compiled < plain
+    assert compiled == seconds(kernels="fused")
+
+
+def test_an_adapter_reads_its_inputs_and_moves_the_outputs_it_is_added_to():
+    """Forward x, and the output read and written; backward the gradient twice, x, and its gradient there and
+    back. With dropout layers are PEFT's, whose product is written, scaled and added besides."""
+    one, two = (Adapter(r=8, alpha=16, target_modules=["q_proj", "v_proj"], dropout=d) for d in (0.0, 0.1))
+    plain, peft = (Workload(Settings(**(BASE | {"adapter": it})), LLAMA8, BATCH) for it in (one, two))
+    inputs, outputs = 2 * 4096, 4096 + 1024
+    assert adapter_traffic(plain, 2) == 2 * 16384 * (2 * (inputs + 2 * outputs) + 2 * outputs + 3 * inputs)
+    assert adapter_traffic(peft, 2) - adapter_traffic(plain, 2) == 2 * 16384 * 2 * 4 * outputs
 
 
 def test_offloading_boundaries_hides_behind_computing_and_offloading_everything_does_not():
