@@ -169,8 +169,9 @@ def _widened(load: Workload, tokens: int, num_columns: int) -> int:
 
 
 def _sums_half(load: Workload) -> bool:
-    """Whether a kernel of the device adds half products in float32: GPUs that compute in bfloat16."""
-    return load.settings.device == "cuda" and load.settings.dtype == "bfloat16"
+    """Whether a kernel of the device adds half products in float32: on every GPU, which a run makes sure of
+    before its first step (trainers/build/components.py)."""
+    return load.settings.device == "cuda" and load.is_half
 
 
 def _beside_a_tile(load: Workload, tokens: int, num_columns: int, block: int) -> int:

@@ -34,6 +34,10 @@ def linears_of(
     )
 
 
+EVERY_EXPERT = ("llama4_text", "llama4")
+"""Model types whose tokens go through every expert, weighted by zero where the router did not choose it.
+Source: transformers 5.23, modeling_llama4.py, Llama4TextMoe (`hidden_states.repeat`)."""
+
 CLAMPED_EXPERTS = ("gpt_oss",)
 """Model types whose experts clamp gate and up.
 
@@ -80,9 +84,10 @@ def experts_of(config: Mapping[str, Any]) -> Experts | None:
         return None
     width = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
     kind = config.get("model_type")
+    chosen = count if kind in EVERY_EXPERT else config.get("num_experts_per_tok") or 2
     return Experts(
         int(count),
-        int(config.get("num_experts_per_tok") or 2),
+        int(chosen),
         int(width),
         is_clamped=kind in CLAMPED_EXPERTS,
         weights_in_float32=kind in FLOAT32_ROUTED,

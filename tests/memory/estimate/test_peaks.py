@@ -116,6 +116,18 @@ def test_the_step_of_transformers_holds_fourteen_bytes_a_logit_and_the_roots_of_
     assert at_the_step == pytest.approx(5 * 2 * LLAMA8.num_parameters, rel=0.001)
 
 
+@pytest.mark.parametrize("asks", [HeadOutput.NLL, HeadOutput.LOGPS])
+def test_float16_on_a_gpu_widens_nothing_as_bfloat16_does(asks):
+    """A run makes sure that its GPU adds products of either in float32. Seen by a trace: KTO in 4 bits on a
+    T4 was predicted 18 % high with three layers, 6 % with 28."""
+    heaviest = batch(2, 2048)._replace(asks=asks)
+    wide, narrow = (
+        estimate(make(loss="chunked", adapter=LORA, dtype=dtype), LLAMA8, heaviest, accumulates=False).peak
+        for dtype in ("float16", "bfloat16")
+    )
+    assert wide == narrow
+
+
 def test_prompts_with_the_answers_of_others_are_longer_in_an_evaluation():
     """Rows of 100 and 156 tokens, 128 of them answers: at most 256 + 128 - 2 when answers change places."""
     plain = HeaviestBatch(2, 256, 128, 156)._replace(asks=HeadOutput.LOGPS)
