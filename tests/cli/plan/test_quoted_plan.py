@@ -13,7 +13,7 @@ COMMAND = ["plan", "sft/llama-3.1-8b-full", "--gpu", "h200", "--without-data"]
 
 def quoted_lines() -> list[str]:
     """The lines with a figure of the quoted plan, each joined where it wraps."""
-    block = PAGE.read_text().split("## Reading it\n\n```\n")[1].split("\n```")[0]
+    block = PAGE.read_text().split("## Reading a plan\n\n```\n")[1].split("\n```")[0]
     joined = re.sub(r"\n {20,}", " ", block)
     joined = re.sub(r"(Host memory:[^\n]*)\n([^\n]+)\n", r"\1 \2\n", joined)
     return [" ".join(line.split()) for line in joined.splitlines() if re.search(r"\d", line)]
