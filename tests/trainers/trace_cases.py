@@ -231,6 +231,9 @@ STRATEGIES = {
     "weights on CPU, dpo, a copy": Case(
         "dpo", LLAMA, {"weights_offload": True, "reference": "copy"} | EVERY | HALF | SHARED
     ),
+    "weights on CPU, distill, a model": Case(
+        "distill", SMALL, {"weights_offload": True, "teacher": "model"} | EVERY | HALF
+    ),
     "optimizer states on CPU": sft(LLAMA, {"optimizer_offload": True}),
     "moments and masters on the host": sft(QWEN, {"optimizer_offload": True, "master_weights": True} | HALF),
     "a save in the background": sft(LLAMA, {"background_save": True} | EVERY | HALF),

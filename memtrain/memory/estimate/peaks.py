@@ -51,9 +51,9 @@ from memtrain.memory.estimate.streamed_layers import (
     forward_of_layer,
     streamed_backward,
 )
+from memtrain.memory.estimate.teachers import fetched_heads
 from memtrain.memory.estimate.weights_offload import (
     device_bytes,
-    fetched_head,
     staged_here,
     trains_away,
 )
@@ -157,7 +157,7 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
     if settings.slice_tokens:
         inner, final_backward = streamed_backward(load), final_norm_backward(load)
     loss = {"gradients": made.before, "activations": held.at_loss + head.norm}
-    loss |= {"head's weight": fetched_head(settings, shape)}
+    loss |= {"head's weight": fetched_heads(load)}
     reduced = static_bytes(settings, shape).reduce
     scratch = optimizer_scratch(load) + offload_bucket(load)
     return [
@@ -327,7 +327,7 @@ def evaluation_moment(load: Workload) -> Moment:
         return max(base | taught_moment(load), *pass_moments(load, taught), key=total)
     if uses_zero(load.settings):
         base |= between_steps(load.settings, load.shape) | {"gathered weights": gathered_module(load)}
-    base |= {"head's weight": fetched_head(load.settings, load.shape)}
+    base |= {"head's weight": fetched_heads(load)}
     read = replace(load, batch=load.batch.mismatched)
     layer = base | {"activations": forward_of_layer(read) + positions_and_mask(read)} | taught_states(load)
     scores = base | {"activations": 0, "logits": head.evaluation}

@@ -9,6 +9,7 @@ from memtrain.memory.estimate.activations import positions_and_mask
 from memtrain.memory.estimate.sharded.sharding import GATHERED, gathered, groups
 from memtrain.memory.estimate.static import reference_bytes
 from memtrain.memory.estimate.streamed_layers import forward_of_layer
+from memtrain.memory.estimate.weights_offload import fetched_head
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, TeacherLoad, Workload
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights
@@ -75,7 +76,14 @@ def teacher_load(
         num_columns=min(shape.vocab_size, student.vocab_size),
         relative=shape.num_parameters / max(1, student.num_parameters),
         logits=_whole_logits(section),
+        fetched_head=fetched_head(own, shape) if settings.teacher == "model" else 0,
     )
+
+
+def fetched_heads(load: Workload) -> int:
+    """Bytes of the weights of heads that the loss fetches from the host: the model's and its teacher's."""
+    taught = load.batch.teacher.fetched_head if load.batch.teacher is not None else 0
+    return fetched_head(load.settings, load.shape) + taught
 
 
 def _whole_logits(section: Distill) -> tuple[float, float, float, float]:

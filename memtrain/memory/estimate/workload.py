@@ -68,6 +68,8 @@ class TeacherLoad(NamedTuple):
     logits: tuple[float, float, float, float]
     """(kept, forward, backward, evaluation) of the loss over whole logits, in float32 copies of the
     student's. Counted in trainers/losses/distill/full.py."""
+    fetched_head: int = 0
+    """Weights of its head while the loss is computed, where they live on the host."""
 
 
 class HeaviestBatch(NamedTuple):
