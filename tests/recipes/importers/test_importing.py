@@ -282,7 +282,7 @@ def test_the_tool_is_guessed(text: str, tool: str, tmp_path: Path):
         ("a.yaml", "model_name_or_path: a\nstage: ppo\n", "stage"),
         ("a.yaml", "algorithm: {adv_estimator: gae}\nactor_rollout_ref: {model: {path: a}}\n", "by hand"),
         ("a.py", "print(1)\n", "no trainer"),
-        ("a.py", "def (:\n", "no Python"),
+        ("a.py", "def (:\n", "not valid Python"),
         ("a.sh", "train.py --a 'open\n", "quotes"),
     ],
 )
