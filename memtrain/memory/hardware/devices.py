@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from memtrain.errors import RecipeError
@@ -177,8 +180,8 @@ def cpu(host_bytes: int, num_cores: int) -> Hardware:
 
 
 def detect(device: Literal["auto", "cpu", "cuda"] = "auto") -> Hardware:
-    """The hardware of this machine. Asks nvidia-smi, never torch, so that it costs milliseconds and creates
-    no context.
+    """The hardware of this machine. Asks nvidia-smi, not torch, so that it costs milliseconds and creates no
+    context; torch in a process of its own where the driver is there without nvidia-smi.
 
     `auto` takes the GPUs that CUDA_VISIBLE_DEVICES leaves visible; of unlike cards the smallest counts.
     """
@@ -237,7 +240,7 @@ SMI_COLUMNS = "index,uuid,name,memory.total,memory.free,compute_cap"
 def _visible_cards() -> list[tuple[str, int, int, tuple[int, int]]]:
     program = shutil.which("nvidia-smi")
     if program is None:
-        return []
+        return list(_cards_of_torch(sys.executable)) if DRIVER.exists() else []
     # Drivers before 470 do not know memory.reserved, and answer nothing where they are asked for it.
     for columns in (f"{SMI_COLUMNS},memory.reserved", SMI_COLUMNS):
         asked = subprocess.run(
@@ -250,6 +253,30 @@ def _visible_cards() -> list[tuple[str, int, int, tuple[int, int]]]:
         if asked.returncode == 0:
             return parse_smi(asked.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return []
+
+
+DRIVER = Path("/dev/nvidiactl")
+"""There where NVIDIA's driver is, also in containers that are not given nvidia-smi."""
+ASK_TORCH = """
+import torch
+for number in range(torch.cuda.device_count()):
+    free, total = torch.cuda.mem_get_info(number)
+    found = torch.cuda.get_device_properties(number)
+    print(found.name, total, free, found.major, found.minor, sep="\\t")
+"""
+
+
+@cache
+def _cards_of_torch(python: str) -> tuple[tuple[str, int, int, tuple[int, int]], ...]:
+    """What torch sees, asked once and in another process, for seconds; nothing where it fails."""
+    try:
+        asked = subprocess.run(
+            [python, "-c", ASK_TORCH], capture_output=True, text=True, check=False, timeout=120
+        )
+    except subprocess.TimeoutExpired:
+        return ()
+    rows = [line.split("\t") for line in asked.stdout.splitlines()] if asked.returncode == 0 else []
+    return tuple((name, int(total), int(free), (int(a), int(b))) for name, total, free, a, b in rows)
 
 
 def _card_of(driver_name: str, capability: tuple[int, int]) -> Card:

@@ -70,6 +70,26 @@ def test_a_driver_that_does_not_know_what_it_keeps_is_asked_without(monkeypatch,
     assert (found.name, found.memory_bytes // 2**20) == ("NVIDIA A40", 46068)
 
 
+@pytest.mark.parametrize(("code", "name"), [(0, "NVIDIA H100 80GB HBM3"), (1, "CPU")])
+def test_a_container_without_nvidia_smi_asks_torch_once(monkeypatch, tmp_path, code, name):
+    """It trained on the CPU there, beside a GPU that torch could have used."""
+    driver, python, asked = tmp_path / "nvidiactl", tmp_path / "python", tmp_path / "asked"
+    driver.touch()
+    row = "NVIDIA H100 80GB HBM3\t85000000000\t84000000000\t9\t0"
+    python.write_text(f"#!/bin/sh\nprintf x >>{asked}\nprintf '{row}\\n'\nexit {code}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(hardware, "DRIVER", driver)
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: None)
+    monkeypatch.setattr(hardware.sys, "executable", str(python))
+    for _ in range(2):
+        found = hardware.detect()
+        assert (found.name, found.device) == (name, "cpu" if code else "cuda")
+    assert asked.read_text() == "x"
+    if not code:
+        assert (found.memory_bytes, found.free_bytes) == (85_000_000_000, 84_000_000_000)
+        assert found.compute_capability == (9, 0)
+
+
 def test_an_unknown_card_is_refused_with_the_known_ones():
     with pytest.raises(RecipeError, match=r"h9000[\s\S]*h100.*--budget"):
         Hardware.named("h9000")
