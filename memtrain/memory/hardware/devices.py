@@ -256,7 +256,7 @@ def _visible_cards() -> list[tuple[str, int, int, tuple[int, int]]]:
 
 
 DRIVER = Path("/dev/nvidiactl")
-"""There where NVIDIA's driver is, also in containers that are not given nvidia-smi."""
+"""File of NVIDIA's driver, also in containers that are not given nvidia-smi."""
 ASK_TORCH = """
 import torch
 for number in range(torch.cuda.device_count()):
@@ -268,7 +268,7 @@ for number in range(torch.cuda.device_count()):
 
 @cache
 def _cards_of_torch(python: str) -> tuple[tuple[str, int, int, tuple[int, int]], ...]:
-    """What torch sees, asked once and in another process, for seconds; nothing where it fails."""
+    """Cards that torch sees, asked once and in another process, for seconds; none where it fails."""
     try:
         asked = subprocess.run(
             [python, "-c", ASK_TORCH], capture_output=True, text=True, check=False, timeout=120
