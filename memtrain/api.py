@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memtrain.errors import Fault, MemtrainError
+from memtrain.errors import Fault, MemtrainError, RecipeError
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.reading.load import load_recipe as read_recipe
 from memtrain.recipes.reading.overrides import words_given_in
@@ -128,8 +128,14 @@ def load_recipe(recipe: str | Path, overrides: Overrides | None = None) -> Loade
     """The recipe of a file, or of a shipped name, with values laid over it by dotted key, or as
     words such as `optim.lr=1e-4`.
 
-    Raises: RecipeError with every fault, each with its line.
+    Raises: RecipeError with every fault, each with its line; also for a dict, which has no lines to name.
     """
+    if isinstance(recipe, Mapping):
+        raise RecipeError(
+            "a recipe is a file or the name of a shipped recipe, but a dict was given",
+            "load_recipe",
+            "write the dict to a file (`yaml.safe_dump(recipe, file)`), or pass its values as overrides of a file",
+        )
     with _errorsof_python():
         return read_recipe(str(recipe), _words(overrides))
 

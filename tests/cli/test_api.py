@@ -49,6 +49,13 @@ def test_a_notebook_shows_the_faults_and_no_code_of_memtrain():
     assert error.value._render_traceback_() == [*error.value.text().splitlines(), "note: a note"]
 
 
+def test_a_dict_is_no_recipe_and_the_error_says_what_is():
+    """Its repr was looked for among the shipped recipes."""
+    with pytest.raises(RecipeError, match="a dict was given") as caught:
+        memtrain.load_recipe({"method": "sft", "model": {"path": "builtin:tiny"}})  # pyright: ignore
+    assert "safe_dump" in caught.value.faults[0].fix
+
+
 def test_overrides_may_be_the_words_of_the_command_line():
     for given in (["train.max_steps=3"], "train.max_steps=3", ("train.max_steps=3",), {"train.max_steps": 3}):
         assert memtrain.load_recipe("quickstart", given).recipe.train.max_steps == 3
