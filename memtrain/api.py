@@ -134,7 +134,7 @@ def load_recipe(recipe: str | Path, overrides: Overrides | None = None) -> Loade
         raise RecipeError(
             "a recipe is a file or the name of a shipped recipe, but a dict was given",
             "load_recipe",
-            "write the dict to a file (`yaml.safe_dump(recipe, file)`), or pass its values as overrides of a file",
+            "write it to a file (`yaml.safe_dump(recipe, file)`), or pass its values as overrides of one",
         )
     with _errorsof_python():
         return read_recipe(str(recipe), _words(overrides))
