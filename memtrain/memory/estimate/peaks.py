@@ -181,16 +181,11 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
 
 def _stacks_backward(load: Workload, made: GradientBytes) -> int:
     """Most that a layer of experts holds in its backward pass with the gradients of its stacks, which stay
-    where they are the first ones; 0 where none is trained on the device."""
+    where they are the first ones, or leave for the host with their layer's; 0 where none is trained."""
     settings = load.settings
-    if (
-        load.shape.experts is None
-        or not load.trains_all
-        or trains_away(settings)
-        or settings.offload == "all"
-    ):
+    if load.shape.experts is None or not load.trains_all or settings.offload == "all":
         return 0
-    stays = not made.before and not settings.in_backward
+    stays = trains_away(settings) or (not made.before and not settings.in_backward)
     gradients = stack_gradients(load)
     return experts_backward(load, layer_kept(load), *gradients, stays=stays, widens=made.widens)
 

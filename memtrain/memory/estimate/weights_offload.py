@@ -167,9 +167,9 @@ def gradients_on_the_way(settings: Settings, shape: ModelShape, size: int) -> On
 
 
 def _last_map(shape: ModelShape) -> int:
-    """Weights of the MLP's last map, the first of a layer whose gradient is made."""
-    stacks = [stack.num_weights for stack, _ in shape.stacks if stack.name == "down_proj"]
-    return max(shape.largest_linear, *stacks) if stacks else shape.largest_linear
+    """Weights of the MLP's last map, the first of a layer whose gradient is made; gradients of stacks of
+    experts are counted at their own moments (`experts_backward`)."""
+    return 0 if shape.num_expert_layers == shape.num_layers else shape.largest_linear
 
 
 class Pass(NamedTuple):
