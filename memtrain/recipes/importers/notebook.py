@@ -49,9 +49,7 @@ def without_magics(text: str) -> str:
         is_magic = goes_on or found is not None
         goes_on = is_magic and line.endswith("\\")
         # A statement may be all that a block has.
-        lines.append(
-            f"{'' if found is None else found[1]}pass" if found is not None else "" if is_magic else line
-        )
+        lines.append(f"{found[1]}pass" if found is not None else "" if is_magic else line)
     return "\n".join(lines)
 
 
