@@ -134,11 +134,11 @@ def experts_recomputed(load: Workload, kept: int, *, keeps_input: bool) -> int:
     return held + max(made, summed) if made or summed else 0
 
 
-def stacks_backward(load: Workload, kept: int) -> int:
-    """Bytes of `experts_backward` with the gradients of trained stacks, which stay; 0: none is trained."""
+def stacks_backward(load: Workload, kept: int, *, stays: bool = True, widens: int = 0) -> int:
+    """Bytes of `experts_backward` with the gradients of trained stacks; 0: none is trained."""
     if load.shape.experts is None or not load.trains_all:
         return 0
-    return experts_backward(load, kept, *stack_gradients(load))
+    return experts_backward(load, kept, *stack_gradients(load), stays=stays, widens=widens)
 
 
 def stack_gradients(load: Workload) -> tuple[int, int]:

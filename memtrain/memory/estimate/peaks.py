@@ -24,7 +24,7 @@ from memtrain.memory.estimate.adapters import rounded_adapters
 from memtrain.memory.estimate.auxiliary_models import value_model
 from memtrain.memory.estimate.backward_steps import head_step, layer_steps
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
-from memtrain.memory.estimate.experts import experts_backward, stack_gradients, widest_mlp
+from memtrain.memory.estimate.experts import stacks_backward, widest_mlp
 from memtrain.memory.estimate.flash_scratch import SCRATCH
 from memtrain.memory.estimate.gradients import GradientBytes, gradients_in_order
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
@@ -183,11 +183,10 @@ def _stacks_backward(load: Workload, made: GradientBytes) -> int:
     """Most that a layer of experts holds in its backward pass with the gradients of its stacks, which stay
     where they are the first ones, or leave for the host with their layer's; 0 where none is trained."""
     settings = load.settings
-    if load.shape.experts is None or not load.trains_all or settings.offload == "all":
+    if settings.offload == "all":
         return 0
     stays = trains_away(settings) or (not made.before and not settings.in_backward)
-    gradients = stack_gradients(load)
-    return experts_backward(load, layer_kept(load), *gradients, stays=stays, widens=made.widens)
+    return stacks_backward(load, layer_kept(load), stays=stays, widens=made.widens)
 
 
 def _turns(load: Workload, made: GradientBytes) -> list[Moment]:
