@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: bench bench-gpu bench-page setup quickstart test test-all test-slurm test-versions test-vllm check format docs docs-reference pictures clean
+.PHONY: bench bench-gpu bench-page setup quickstart test test-all test-slurm test-versions test-vllm check format docs docs-reference pictures static clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,12 +44,15 @@ test-vllm: setup
 	    "$(VLLM_INSTALL_LIMIT_S) s"; \
 	fi
 
-check: setup
+check: static
+	$(BIN)/python -m pytest tests/house
+
+# What is checked without running the project; its house tests are among those of `make test`.
+static: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/house
 
 format: setup
 	$(BIN)/ruff format .
