@@ -63,7 +63,7 @@ def test_samples_and_prompts_and_prices_fit_80_columns_too(rows, capsys):
     many = shown(capsys, rows, *COLUMNS, *TINY, "--sample", "30")
     assert "Estimated from 30 of 80 rows" in many
     priced = shown(capsys, rows, *COLUMNS, "--model", "builtin:tiny", "--budget", "16GiB")
-    assert re.search(r"peak +s/step +fits", priced)
+    assert re.search(r"needs +s/step +fits", priced)
     prompts = shown(capsys, rows, "data.columns.prompt=question", "--method", "grpo", *TINY)
     assert "max_prompt:" in prompts
     assert too_long(many + priced + prompts) == []
@@ -301,8 +301,15 @@ def test_memory_is_predicted_for_pairs_or_not_claimed(tmp_path: Path, capsys: py
     assert found["candidates"][0]["cost"] is None
     assert "--method dpo predicts them" in found["notes"][-1]
     found = json.loads(shown(capsys, *words, "--method", "dpo"))
-    assert found["candidates"][0]["cost"]["peak_bytes"] > 0
+    assert 0 < found["candidates"][0]["cost"]["peak_bytes"] < found["candidates"][0]["cost"]["need_bytes"]
     assert found["notes"][-1].startswith("Memory and time are predicted for ")
+
+
+def test_prompts_are_not_said_to_be_too_short_to_be_planned(capsys: pytest.CaptureFixture[str]):
+    """A recipe of GRPO was answered that no row is long enough, under any budget."""
+    found = json.loads(shown(capsys, "smoke/grpo", "--budget", "24GiB", "--json"))
+    assert all(one["cost"] is None for one in found["candidates"])
+    assert "a run of grpo writes completions" in found["notes"][-1]
 
 
 def test_a_length_that_leaves_no_row_is_told_as_such_and_not_as_one_that_does_not_fit(

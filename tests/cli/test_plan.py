@@ -1,6 +1,7 @@
 """`memtrain plan` as a user runs it."""
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -104,6 +105,26 @@ def test_console_json_and_page_say_the_same_need_and_no_other(recipe, tmp_path, 
     run([*asked, "--html", str(tmp_path / "p.html")])
     page = " ".join((tmp_path / "p.html").read_text().split())
     assert f"needs on each device</span><b>{need}</b><small>of {budget}, margin included" in page
+    sizes = re.findall(r"(\S+ [GM]iB) (?:live tensors|the allocator|CUDA context|margin)", shown)
+    assert len(sizes) == 4
+    assert all(f">{size}</td>" in page for size in sizes)
+
+
+def test_a_plan_has_one_speed_also_where_it_writes_completions(tmp_path, monkeypatch, capsys):
+    """The table of plans counted the update alone: 7,062 tokens/s beside 1,471 of the same plan."""
+    monkeypatch.chdir(tmp_path)
+    asked = ["plan", "grpo/qwen3-4b-lora", "--gpu", "l40s", "--without-data"]
+    run([*asked, "--json"])
+    made = json.loads(capsys.readouterr().out)
+    assert made["rollout_s"] > 0
+    speeds = [one["tokens_per_s"] for one in made["frontier"] if one["need_bytes"] == made["need_bytes"]]
+    assert speeds == [pytest.approx(made["tokens_per_s"])]
+    run([*asked, "--explain"])
+    said = f"{made['tokens_per_s']:,.0f}"
+    table = capsys.readouterr().out.split("The best plan of each size")[1]
+    assert re.search(rf"^\* .*GiB +{said} ", table, re.MULTILINE)
+    run([*asked, "--solve", "max_length"])
+    assert "in the update, completions not counted" in reported(capsys)
 
 
 def test_a_plan_as_a_page_is_written_and_loads_nothing(recipe, tmp_path, capsys):

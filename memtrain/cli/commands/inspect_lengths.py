@@ -171,12 +171,19 @@ def inspected(given: Words, lengths: tuple[int, ...], budget: str | None, sample
 
 def _priced_note(planner: Pricing, found: Inspection, method: str) -> str:
     """The device that was planned for; or why nothing was predicted."""
+    from memtrain.recipes.registry import METHODS
+
     if any(one.cost is not None for one in found.candidates):
         return f"Memory and time are predicted for {planner.device}."
     if found.method != method:
         return (
             f"Memory and time are not predicted: the rows are of {found.method}, and the recipe is of "
             f"{method}; --method {found.method} predicts them."
+        )
+    if METHODS[method].is_online:
+        return (
+            f"Memory and time are not predicted: a run of {method} writes completions, which are not in the "
+            "data; `memtrain plan` predicts it."
         )
     return "Memory and time are not predicted: no row is long enough."
 

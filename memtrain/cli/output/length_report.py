@@ -235,7 +235,7 @@ def _steps(found: Inspection) -> Table:
         "max_length",
         "unpacked" if names else "steps",
         *names,
-        *(["peak", "s/step", "fits"] if priced else []),
+        *(["needs", "s/step", "fits"] if priced else []),
     ]
     rows: list[Sequence[str]] = []
     for one in found.candidates:
@@ -246,9 +246,9 @@ def _steps(found: Inspection) -> Table:
         ]
         if priced:
             cost = one.cost
-            peak = gib(cost.peak_bytes) if cost is not None and cost.peak_bytes is not None else "-"
+            needs = gib(cost.need_bytes) if cost is not None and cost.need_bytes is not None else "-"
             seconds = f"{cost.step_s:.3g}" if cost is not None and cost.step_s is not None else "-"
-            cells += [peak, seconds, "-" if cost is None else "yes" if cost.fits else "no"]
+            cells += [needs, seconds, "-" if cost is None else "yes" if cost.fits else "no"]
         rows.append(cells)
     return head, rows
 

@@ -111,8 +111,13 @@ class Answer:
     @property
     def tokens_per_s(self) -> float:
         """Of all processes together."""
-        tokens = self.chosen.step_s / self.chosen.token_s
-        return self.resolved.settings.num_processes * tokens / self.step_s
+        return self.speed(self.chosen)
+
+    def speed(self, one: Priced) -> float:
+        """Tokens a second of all processes under a plan of this run: with its completions, which every plan
+        is taken to write as fast as the chosen one."""
+        rollout_s = 0.0 if self.rollout is None else self.rollout.seconds
+        return one.settings.num_processes * one.step_s / one.token_s / (one.step_s + rollout_s)
 
 
 def ask(
@@ -354,7 +359,7 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
         "frontier": [
             {
                 "need_bytes": one.need_bytes,
-                "tokens_per_s": one.settings.num_processes / one.token_s,
+                "tokens_per_s": made.speed(one),
                 "pins": pins(resolved.case.asked, one.settings),
             }
             for one in made.frontier

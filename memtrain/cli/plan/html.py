@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from memtrain.cli.plan.answer import Answer
-from memtrain.cli.plan.tables import host_words, recipe_name, seconds, settings_words
+from memtrain.cli.plan.tables import host_words, recipe_name, seconds, settings_words, sum_rows
 from memtrain.memory.estimate.pricing import Priced
 from memtrain.memory.explain.reasons import gains, left_out, time_words
 from memtrain.memory.explain.tables import with_vllm
@@ -74,7 +74,7 @@ def _pareto(made: Answer) -> Figure:
     budget = made.resolved.prediction.budget_bytes
 
     def spot(one: Priced, is_chosen: bool) -> Spot:
-        speed = one.settings.num_processes / one.token_s
+        speed = made.speed(one)
         fits = budget is None or one.need_bytes <= budget
         text = f"{gib(one.need_bytes)}, {speed:,.0f} tokens/s: {settings_words(one.settings)}"
         return Spot(one.need_bytes / size, speed, text, "c1" if fits else "c8", is_chosen)
@@ -94,6 +94,7 @@ def _tables(made: Answer) -> list[Table]:
     """The tables below the bars."""
     resolved = made.resolved
     return [
+        ("From live tensors to the need", ("size", "of"), sum_rows(made)),
         (
             "Settings",
             ("setting", "value", "why"),
@@ -118,7 +119,7 @@ def _tables(made: Answer) -> list[Table]:
             [
                 (
                     gib(one.need_bytes),
-                    f"{one.settings.num_processes / one.token_s:,.0f}",
+                    f"{made.speed(one):,.0f}",
                     settings_words(one.settings),
                 )
                 for one in made.frontier

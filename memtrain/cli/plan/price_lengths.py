@@ -71,10 +71,12 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
         try:
             resolved = resolved_if_it_fits(asked, facts)
         except (DoesNotFit, RecipeError) as error:
-            return Cost(fits=False, peak_bytes=None, step_s=None, words=error.faults[0].what)
+            return Cost(fits=False, peak_bytes=None, need_bytes=None, step_s=None, words=error.faults[0].what)
         return cost_of(resolved, facts)
 
-    within = f", within {gib(budget_bytes)}" if budget_bytes is not None else ""
+    within = ""
+    if budget_bytes is not None and budget_bytes < hardware.memory_bytes:
+        within = f", within {gib(budget_bytes)}"
     return Pricing(price, f"{hardware.words()}{within}, with packing {recipe.length.packing}")
 
 
@@ -93,6 +95,7 @@ def cost_of(resolved: Resolved, facts: PlannerInputs) -> Cost:
     return Cost(
         fits=True,
         peak_bytes=peak.num_bytes,
+        need_bytes=resolved.chosen.need_bytes,
         step_s=resolved.chosen.step_s,
         words=f"{gib(peak.num_bytes)} in the {peak.phase}, {', '.join(parts)}",
     )

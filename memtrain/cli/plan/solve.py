@@ -30,6 +30,7 @@ from memtrain.memory.planner.resolve import (
 from memtrain.memory.planner.search import price_all, with_room_on_host
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.edit import with_key
+from memtrain.recipes.recipe import Recipe
 
 MOST_LENGTH = 2**23
 """Longest sequence that is tried for a model without a table of positions. Taste."""
@@ -146,7 +147,9 @@ def _budget(question: Question, facts: PlannerInputs) -> Solution:
     roomy += with_small_tiles(roomy, case.facts, 0, case.recipe)
     smallest = min(roomy, key=lambda one: (one.need_bytes // SIZE_STEP, one.token_s))
     size = gib(smallest.need_bytes)
-    words = [f"The smallest device that this recipe fits, as it is, has {size}{_plan(smallest)}."]
+    words = [
+        f"The smallest device that this recipe fits, as it is, has {size}{_plan(smallest, case.recipe)}."
+    ]
     cards = sorted((Hardware.named(name) for name in known_names()), key=lambda card: card.memory_bytes)
     card = next((one for one in cards if one.has_bfloat16 and one.memory_bytes >= smallest.need_bytes), None)
     if facts.hardware.device == "cuda":
@@ -201,11 +204,12 @@ def _place(question: Question) -> str:
 
 
 def _how(found: Resolved) -> str:
-    return _plan(found.chosen)
+    return _plan(found.chosen, found.case.recipe)
 
 
-def _plan(priced: Priced) -> str:
-    return f": {settings_words(priced.settings)}, {1 / priced.token_s:,.0f} tokens/s a device"
+def _plan(priced: Priced, recipe: Recipe) -> str:
+    part = " in the update, completions not counted" if recipe.writes_completions else ""
+    return f": {settings_words(priced.settings)}, {1 / priced.token_s:,.0f} tokens/s a device{part}"
 
 
 def _so_many(hardware: Hardware, count: int) -> Hardware:

@@ -51,7 +51,10 @@ def print_answer(made: Answer, *, explain: bool) -> None:
     shown = with_vllm(resolved.prediction, resolved.settings, resolved.case.recipe)
     print_table(*owner_table(shown, resolved.plain))
     typer.echo()
-    _print_sum(made)
+    rows = sum_rows(made)
+    width = max(len(one) for one, _ in rows)
+    for number, words in rows:
+        typer.echo(f"{number.rjust(width)}  {words}")
     print_text(host_words(made))
     typer.echo()
     skipped = () if explain else QUIET
@@ -92,8 +95,8 @@ def _fits_words(made: Answer) -> str:
     return f"fits, needs {gib(made.chosen.need_bytes)} of {gib(budget)}."
 
 
-def _print_sum(made: Answer) -> None:
-    """From live tensors to the memory of the card, line by line."""
+def sum_rows(made: Answer) -> list[tuple[str, str]]:
+    """From live tensors to the memory of the card, line by line: sizes and their owners."""
     settings, prediction = made.resolved.settings, made.resolved.prediction
     peak, extra = prediction.peak, overhead(settings)
     margin = made.chosen.need_bytes - made.need_bytes if made.chosen.need_bytes > made.need_bytes else 0
@@ -104,7 +107,7 @@ def _print_sum(made: Answer) -> None:
     corrections = [
         (signed_gib(corrected - live), "correction by the measured peaks of earlier runs of this kind")
     ]
-    rows = [
+    return [
         (gib(live), f"live tensors, highest in the {peak.phase}"),
         *(corrections if corrected != live else []),
         (gib(round(corrected * extra.slack)), f"the allocator's slack ({extra.slack:.0%})"),
@@ -116,9 +119,6 @@ def _print_sum(made: Answer) -> None:
         ),
         (gib(made.need_bytes + margin), f"of {gib(prediction.budget_bytes or 0)}"),
     ]
-    width = max(len(one) for one, _ in rows)
-    for number, words in rows:
-        typer.echo(f"{number.rjust(width)}  {words}")
 
 
 def _rollout_words(made: Answer) -> str:
@@ -129,7 +129,10 @@ def _rollout_words(made: Answer) -> str:
     parts = [f"{seconds(rollout.reading_s + rollout.writing_s)} of it generation"]
     if rollout.judging_s:
         parts.append(f"{seconds(rollout.judging_s)} reward models")
-    return f", {' and '.join(parts)} if every completion has the maximum length"
+    return (
+        f", {' and '.join(parts)} if every completion has the maximum length (percentages above are of the "
+        "rest: the update)"
+    )
 
 
 def host_words(made: Answer) -> str:
@@ -209,7 +212,7 @@ def _print_frontier(made: Answer) -> None:
         (
             "*" if one.settings == made.chosen.settings or _same(one, made.chosen) else "",
             gib(one.need_bytes),
-            f"{one.settings.num_processes / one.token_s:,.0f}",
+            f"{made.speed(one):,.0f}",
             settings_words(one.settings),
         )
         for one in shown

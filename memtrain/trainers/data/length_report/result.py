@@ -157,7 +157,9 @@ class Cost(Section):
 
     fits: bool
     peak_bytes: int | None
-    """Predicted peak of one device; None where nothing fits."""
+    """Predicted peak of live tensors on one device; None where nothing fits."""
+    need_bytes: int | None
+    """Memory of one device that the plan needs, margin included: what `fits` compares."""
     step_s: float | None
     """Predicted seconds of one optimizer step."""
     words: str
