@@ -67,7 +67,7 @@ def way_out(path: Path, annotation: Annotation, node: Node) -> str:
     section = section_of(annotation)
     if section is not None:
         kind = _kind_in(section, value)
-        return f"write {dotted(path)}.kind: {kind}" if kind else f"write its keys on the lines below `{key}:`"
+        return f"write {dotted(path)}.kind: {kind}" if kind else _section_for(section, value, str(key))
     reformed = _reformed(value, [base for base, _ in parts(annotation)])
     if reformed is not None:
         return f"write {named}{reformed}"
@@ -76,6 +76,17 @@ def way_out(path: Path, annotation: Annotation, node: Node) -> str:
     if default:
         return f"change it, or remove it{default}"
     return f"write {describe(annotation)}" if words else sentence(path)
+
+
+def _section_for(section: type[Section], value: object, key: str) -> str:
+    """The advice where one value stands in the place of a section: `write early_stopping: {patience: 3}`."""
+    fields = field_types(section)
+    if value is True and not any(section.model_fields[name].is_required() for name in fields):
+        return f"write {key}: {{}} for its defaults"
+    first = next((name for name, each in fields.items() if not choices(each)), "")
+    if type(value) is int and first and int in [base for base, _ in parts(fields[first])]:
+        return f"write {key}: {{{first}: {value}}}"
+    return f"write its keys on the lines below `{key}:`"
 
 
 def _kind_in(section: type[Section], value: object) -> str | None:

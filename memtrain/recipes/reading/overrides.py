@@ -7,9 +7,11 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from memtrain.recipes.reading.field_types import follow, parts
 from memtrain.recipes.reading.previous_names import renewed_override
-from memtrain.recipes.reading.yaml_reader import read_yaml
+from memtrain.recipes.reading.yaml_reader import read_scalar, read_yaml
 from memtrain.recipes.reading.yaml_tree import Entry, Faults, Items, Leaf, Mapping, Node, Path, Place, dotted
+from memtrain.recipes.recipe import Recipe
 
 _GIVEN_IN: ContextVar[str] = ContextVar("_GIVEN_IN", default="the command line")
 _KEY = re.compile(r"[^\s.\[\]=]+(?:\.[^\s.\[\]=]+|\[[0-9]+\])*")
@@ -51,7 +53,8 @@ def merged(below: Node, above: Node) -> Node:
 def apply_overrides(tree: Mapping, overrides: Sequence[str], faults: Faults) -> Mapping:
     """The tree with `section.key=value` words laid over it, in their order, the last one winning.
 
-    A value is read as YAML, as if it stood in the file. `data.train.0.weight=2` (or `data.train[0].weight`)
+    A value is read as YAML, as if it stood in the file, but a number is text where only text is taken: a shell
+    leaves no quotes around it (`run_dir=2026`). `data.train.0.weight=2` (or `data.train[0].weight`)
     reaches into a list. Words that cannot be taken are noted in `faults`.
     """
     for word in overrides:
@@ -63,7 +66,10 @@ def apply_overrides(tree: Mapping, overrides: Sequence[str], faults: Faults) -> 
             )
             continue
         known = len(faults.found)
-        value = read_yaml(text, str(place), faults, fixed=place)
+        if _is_text(path_of(key), text):
+            value = Leaf(text.strip(), place)
+        else:
+            value = read_yaml(text, str(place), faults, fixed=place)
         if len(faults.found) > known:
             continue
         value = value or Leaf(None, place, is_empty=True)
@@ -78,6 +84,17 @@ def path_of(key: str) -> Path:
     """`data.train[0].weight` and `data.train.0.weight` as `("data", "train", 0, "weight")`."""
     words = key.replace("[", ".").replace("]", "").split(".")
     return tuple(int(word) if word.isdecimal() else word for word in words)
+
+
+def _is_text(path: Path, text: str) -> bool:
+    """Whether a word that looks like a number is given for a key that takes text and no number."""
+    try:
+        is_number = type(read_scalar(text.strip())) in (int, float)
+    except ValueError:
+        is_number = True
+    reached, annotation = follow(Recipe, path)
+    bases = {base for base, _ in parts(annotation)}
+    return is_number and reached == path and str in bases and bases <= {str, type(None)}
 
 
 def _with(node: Node | None, path: Path, at: int, value: Node, place: Place, faults: Faults) -> Node:

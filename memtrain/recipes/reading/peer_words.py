@@ -11,6 +11,7 @@ _TRACKER = "`log.trackers`, and `log.project`; for the rest, use the tracker's e
 _PER_EPOCH = "(in steps; not given: at the end of every epoch)"
 _KERNELS = "`model.kernels`, or `model.liger`"
 _CLIP = "`grpo.clip_low`, and `grpo.clip_high`"
+DOUBLE_QUANT = "remove it: `model.quantize: 4bit` is NF4 with double quantization always"
 
 PEER_WORDS: dict[str, str] = {
     # model
@@ -25,7 +26,7 @@ PEER_WORDS: dict[str, str] = {
     "xformers_attention": "`model.attention: auto`",
     "shift_attn": _NOT_DONE,
     "mixture_of_depths": _NOT_DONE,
-    "double_quantization": "remove it: the scales of 4-bit weights are always quantized too",
+    "double_quantization": DOUBLE_QUANT,
     "upcast_layernorm": "remove it: norms are computed in float32",
     "additional_target": "`model.adapter.modules_to_save`",
     "unfrozen_parameters": _LAYERS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memtrain.recipes.reading.peer_words import PEER_WORDS
+from memtrain.recipes.reading.peer_words import DOUBLE_QUANT, PEER_WORDS
 
 _ROWS = "`train.batch_size` (rows of one optimizer step over all devices; accumulation is derived from it)"
 _MICRO = "`train.micro_batch_size` (rows that one device takes at once; auto by default)"
@@ -32,7 +32,8 @@ RENAMED_KEYS: dict[str, str] = {
     "template": "`model.chat_template`",
     "torch_dtype": "`model.dtype`",
     "bf16": _PRECISION,
-    "fp16": _PRECISION,
+    "fp16": "`model.dtype: float16` (the loss is scaled by itself; auto takes it on GPUs without bfloat16)",
+    "half": "`model.dtype: float16` (the loss is scaled by itself; auto takes it on GPUs without bfloat16)",
     "tf32": _PRECISION,
     "attn_implementation": "`model.attention`",
     "flash_attention": "`model.attention: flash`",
@@ -47,6 +48,8 @@ RENAMED_KEYS: dict[str, str] = {
     "use_cache": "remove it: training keeps no key-value cache",
     "padding_side": "remove it: rows are concatenated, or padded at their end",
     "mixed_precision": _PRECISION,
+    "loss_scale": "remove it: in float16 the loss is scaled by itself",
+    "fp16_opt_level": "`model.dtype: float16`",
     # adapters and quantization
     "lora": "`model.adapter`",
     "peft": "`model.adapter`",
@@ -70,7 +73,9 @@ RENAMED_KEYS: dict[str, str] = {
     "load_in_8bit": "`model.quantize: 8bit`",
     "quantization_bit": "`model.quantize` (4bit or 8bit)",
     "bnb_4bit_quant_type": "`model.quantize: 4bit` (always NF4)",
-    "use_bnb_nested_quant": "`model.quantize: 4bit`",
+    "bnb_4bit_compute_dtype": "`model.dtype` (4-bit weights are computed with in it)",
+    "bnb_4bit_quant_storage": "remove it: 4-bit weights are stored as bytes",
+    **dict.fromkeys(("bnb_4bit_use_double_quant", "use_bnb_nested_quant", "double_quant"), DOUBLE_QUANT),
     # data
     "dataset_name": "`data.train`",
     "datasets": "`data.train` (one source, or a list of them)",
@@ -190,6 +195,9 @@ RENAMED_KEYS: dict[str, str] = {
     "eval_strategy": "`eval.every_steps` (not given: at the end of every epoch)",
     "evaluation_strategy": "`eval.every_steps` (not given: at the end of every epoch)",
     "eval_steps": "`eval.every_steps`",
+    "early_stopping_patience": "`eval.early_stopping.patience`",
+    "early_stopping_threshold": "`eval.early_stopping.min_gain`",
+    "min_delta": "`eval.early_stopping.min_gain`",
     "eval_on_start": "`eval.at_start`",
     "do_train": "remove it: the command gives the method",
     "do_eval": "`data.eval_fraction` or `data.eval`",
@@ -296,6 +304,8 @@ IN_SECTION: dict[str, str] = {
     "length.max_tokens": "`length.max_length`",
     "length.padding": "`length.padding_free`",
     "train.schedule": "`optim.schedule`",
+    "train.optim": "`optim.kind`",
+    "train.optimizer": "`optim.kind`",
     "optim.name": "`optim.kind`",
     "optim.type": "`optim.kind`",
     "optim.decay": "`optim.weight_decay`",

@@ -202,8 +202,10 @@ class Model(Section):
 
     def _check_pin(self) -> None:
         """Raise ValueError where code would be run that may change, or that there is none of."""
-        if self.path is None or self.path.startswith("builtin:"):
+        if self.path is None:
             raise ValueError("model.trust_remote_code has no effect without a model.path; remove it")
+        if self.path.startswith("builtin:"):
+            raise ValueError(f"model.trust_remote_code has no effect: {self.path} has no code; remove it")
         is_folder = Path(self.path).expanduser().is_dir()
         if not is_folder and not re.fullmatch("[0-9a-f]{40}", self.revision or ""):
             at = f"model.revision {self.revision}" if self.revision else "the branch main"

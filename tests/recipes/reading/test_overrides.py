@@ -37,6 +37,19 @@ def test_an_override_is_read_as_if_it_stood_in_the_file(word: str, expected: obj
     assert after("a: {b: 1}", word) == (expected, [])
 
 
+@pytest.mark.parametrize("number", ["2026", "5e12", "0123456789012345678901234567890123456789"])
+def test_a_number_is_text_where_a_key_takes_only_text(number: str):
+    assert after("model: {path: x}", f"model.revision={number}") == (
+        {"model": {"path": "x", "revision": number}},
+        [],
+    )
+
+
+def test_words_of_yaml_are_no_numbers_and_stay_what_they_are():
+    assert after("a: 1", "run_dir=null") == ({"a": 1, "run_dir": None}, [])
+    assert after("a: 1", "optim.lr=2") == ({"a": 1, "optim": {"lr": 2}}, [])
+
+
 def test_the_last_override_wins():
     assert after("a: {b: 1}", "a.b=2", "a.b=3") == ({"a": {"b": 3}}, [])
 

@@ -70,6 +70,28 @@ def test_rows_at_most_lead_to_the_limit_of_a_source():
     assert unknown_key("max_rows", data, ("data",)).fix == "write `data.train.limit`"
 
 
+@pytest.mark.parametrize(
+    ("section", "word", "ours"),
+    [
+        ("train", "optim", "optim.kind"),
+        ("train", "early_stopping_patience", "eval.early_stopping.patience"),
+        ("eval", "early_stopping_threshold", "eval.early_stopping.min_gain"),
+        ("train", "fp16", "model.dtype: float16"),
+        ("model", "bnb_4bit_compute_dtype", "model.dtype"),
+    ],
+)
+def test_a_word_in_another_section_leads_to_the_key_itself(section: str, word: str, ours: str):
+    found = unknown_key(word, section_of(field_types(Recipe)[section]), (section,))
+    assert found.fix.startswith(f"write `{ours}`")
+
+
+def test_double_quantization_is_told_whatever_it_is_called():
+    words = ("double_quantization", "bnb_4bit_use_double_quant", "use_bnb_nested_quant", "double_quant")
+    assert {unknown_key(word, Recipe, ()).fix for word in words} == {
+        "remove it: `model.quantize: 4bit` is NF4 with double quantization always"
+    }
+
+
 def test_capitals_and_dashes_do_not_hide_an_old_spelling():
     assert unknown_key("Learning-Rate", Recipe, ()).fix == "write `optim.lr`"
 
