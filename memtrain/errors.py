@@ -146,10 +146,12 @@ MOST_WORDS = 2000
 def words_of(error: BaseException) -> str:
     """The message of another library's error, in one line and whole, or its kind where it is empty.
 
-    Advice to run code of a model (`trust_remote_code`) is left out: memtrain never does.
+    Advice to run code of a model (`trust_remote_code`) and the list of all models that transformers knows
+    are left out.
     """
     sentences = re.split(r"(?<=[.!?])\s+|\n+", str(error))
-    text = " ".join(" ".join(one.split()) for one in sentences if "trust_remote_code" not in one).strip()
+    told = [one for one in sentences if not re.search("trust_remote_code|^Should contain one of", one)]
+    text = " ".join(" ".join(one.split()) for one in told).strip()
     if not text:
         return type(error).__name__
     if len(text) > MOST_WORDS:

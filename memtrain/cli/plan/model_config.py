@@ -10,7 +10,6 @@ from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError, words_of
 from memtrain.memory.estimate.auxiliary_models import RewardShape
 from memtrain.memory.estimate.teachers import TeacherShape
-from memtrain.memory.hardware.calibration import version
 from memtrain.memory.model_shape.config_file import check_numbers, read_config_json
 from memtrain.memory.model_shape.rope_scaling import scaled
 from memtrain.recipes.recipe import Recipe
@@ -123,13 +122,7 @@ def own_config(model: Model) -> Mapping[str, object]:
 
 def _refuse_unknown(config: Mapping[str, object], folder: Path) -> None:
     """Raise LaunchError for a model of a type that transformers does not know."""
-    from memtrain.trainers.model.loading.locate import NO_CODE_FIX, unknown_type
+    from memtrain.trainers.model.loading.locate import unknown_model, unknown_type
 
-    kind = str(config.get("model_type"))
-    if "model_type" not in config or unknown_type(kind) is None:
-        return
-    version_of = version("transformers")
-    with_code = ", and the model comes with its own code" if config.get("auto_map") else ""
-    raise LaunchError(
-        f"transformers {version_of} knows no {kind} models{with_code}", f"{folder}/config.json", NO_CODE_FIX
-    )
+    if "model_type" in config and unknown_type(str(config["model_type"])) is not None:
+        raise unknown_model(config, f"{folder}/config.json")

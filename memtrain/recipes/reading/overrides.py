@@ -53,8 +53,8 @@ def merged(below: Node, above: Node) -> Node:
 def apply_overrides(tree: Mapping, overrides: Sequence[str], faults: Faults) -> Mapping:
     """The tree with `section.key=value` words laid over it, in their order, the last one winning.
 
-    A value is read as YAML, as if it stood in the file, but a number is text where only text is taken: a shell
-    leaves no quotes around it (`run_dir=2026`). `data.train.0.weight=2` (or `data.train[0].weight`)
+    A value is read as YAML, as if it stood in the file, but a number is text where only text is taken: a
+    shell leaves no quotes around it (`run_dir=2026`). `data.train.0.weight=2` (or `data.train[0].weight`)
     reaches into a list. Words that cannot be taken are noted in `faults`.
     """
     for word in overrides:

@@ -17,7 +17,9 @@ from memtrain.trainers.data.tokenize.chat import template_of
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 from memtrain.trainers.model.loading.adapters import load_adapter
 from memtrain.trainers.model.loading.load import load_model
-from memtrain.trainers.tools.trained_model import TrainedModel
+from memtrain.trainers.model.loading.locate import unknown_model
+from memtrain.trainers.model.loading.own_code import trust_code
+from memtrain.trainers.tools.trained_model import TrainedModel, trusting_recipe
 
 
 class _Written(TextStreamer):
@@ -117,11 +119,15 @@ def load_trained(trained: TrainedModel, vocab_size: int) -> Any:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if not trained.is_adapter:
+        if (recipe := trusting_recipe(trained)) is not None:
+            trust_code(recipe)
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 str(trained.folder), trust_remote_code=False, use_safetensors=True, dtype="auto"
             )
         except Exception as error:  # each model class has faults of its own
+            if trained.config.get("auto_map"):
+                raise unknown_model(trained.config, f"{trained.folder}/config.json") from None
             raise LaunchError(
                 f"{trained.folder} cannot be loaded: {words_of(error)}",
                 str(trained.folder),

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.errors import LaunchError
-from memtrain.memory.plan.plan import run_fix
+from memtrain.memory.plan.plan import PLAN_FILE, read_plan, run_fix
+from memtrain.recipes.sections.model import Model
 from memtrain.trainers.run_folder.folder import RunFolder
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -99,14 +100,28 @@ def whole_model(model: TrainedModel, purpose: str) -> Path:
     )
 
 
+def trusting_recipe(trained: TrainedModel) -> Model | None:
+    """The model's section of the run's recipe, where it trusts the code that comes with the model."""
+    path = trained.run / PLAN_FILE
+    if not path.is_file():
+        return None
+    recipe = read_plan(path, reveals=False).recipe.model
+    return recipe if recipe.trust_remote_code else None
+
+
 def serve_words(model: TrainedModel, *, port: int = 8000) -> list[str]:
     """The command that serves the model with vLLM, an adapter beside its base.
 
+    The model's own code is run where the recipe of its run trusts it, at the same commit.
+
     Raises: LaunchError for an adapter that vLLM cannot load beside its base.
     """
-    words = ["vllm", "serve"]
+    words, ends = ["vllm", "serve"], ["--port", str(port)]
+    recipe = trusting_recipe(model)
+    if recipe is not None:
+        ends += ["--trust-remote-code"]
     if not model.is_adapter:
-        return [*words, str(model.folder), "--served-model-name", model.name, "--port", str(port)]
+        return [*words, str(model.folder), "--served-model-name", model.name, *ends]
     config = model.config
     why = "weight-decomposed (DoRA)" if config.get("use_dora") else ""
     why = why or ("with whole modules beside the factors" if config.get("modules_to_save") else "")
@@ -114,10 +129,12 @@ def serve_words(model: TrainedModel, *, port: int = 8000) -> list[str]:
     if why or rank is None or not model.base:
         kind = why or f"of rank {config.get('r')}"
         whole = whole_model(model, f"vLLM, which takes no adapter {kind},")
-        return [*words, str(whole), "--served-model-name", model.name, "--port", str(port)]
+        return [*words, str(whole), "--served-model-name", model.name, *ends]
+    if recipe is not None and not Path(model.base).is_dir():
+        ends += ["--revision", str(recipe.revision), "--code-revision", str(recipe.revision)]
     return [
         *(*words, model.base, "--enable-lora", "--max-lora-rank", str(rank)),
-        *("--lora-modules", f"{model.name}={model.folder}", "--port", str(port)),
+        *("--lora-modules", f"{model.name}={model.folder}", *ends),
     ]
 
 

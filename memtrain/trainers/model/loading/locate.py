@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import AutoConfig, PretrainedConfig
 
 from memtrain.errors import LaunchError, MemtrainError, words_of
@@ -181,7 +182,10 @@ def built(
     except Exception as error:  # an unknown activation is a KeyError, a wrong width a ValueError, ...
         if is_out_of_memory(error) or isinstance(error, MemtrainError):
             raise
-        kind = config.get("model_type") if isinstance(config, Mapping) else config.model_type
+        given = config if isinstance(config, Mapping) else config.to_dict()
+        kind = given.get("model_type")
+        if unknown_type(str(kind)) is not None:
+            raise unknown_model(given, f"{named}/config.json") from None
         raise LaunchError(
             f"transformers cannot build the {kind} model of {named}: {words_of(error)}",
             named,
@@ -210,6 +214,17 @@ def adapter_of(origin: Origin) -> AdapterFacts | None:
         return None
     config = read_json_object(Path(found), "model.path")
     return AdapterFacts(str(config.get("base_model_name_or_path") or ""), str(config.get("task_type") or ""))
+
+
+def unknown_model(config: Mapping[str, Any], where: str) -> LaunchError:
+    """The error about a model of a type that transformers does not know."""
+    fix = "use a model that transformers knows, update transformers, or download the model again"
+    with_code = ""
+    if config.get("auto_map"):
+        with_code = ", and the model comes with its own code"
+        fix = f"memtrain runs no code of a model unasked (docs/security.md says how to ask for it): {fix}"
+    what = f"transformers {transformers.__version__} does not know {config.get('model_type')} models"
+    return LaunchError(what + with_code, where, fix)
 
 
 def unknown_type(model_type: str) -> str | None:

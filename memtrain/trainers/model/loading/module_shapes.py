@@ -34,9 +34,14 @@ SPARE_POSITIONS = 16
 def count_model(config: Mapping[str, Any], head: str = "lm") -> tuple[Counts | None, dict[str, Any], str]:
     """(the counts, the numbers under the names used here, why there are none: then empty counts).
 
-    `config` is a config.json as a mapping. The model is built on the meta device: no weight is made.
+    `config` is a config.json as a mapping. The model is built on the meta device: no weight is made. What
+    cannot be built is tried again at the next call, since a model's own code may be known by then.
     """
-    return _counted(_key(config), head)
+    try:
+        return (*_counted(_key(config), head), "")
+    # What a class of transformers raises over a configuration it does not like has no common kind.
+    except Exception as error:
+        return None, {}, f"transformers cannot build it ({type(error).__name__}: {words_of(error)})"
 
 
 def _key(config: Mapping[str, Any]) -> str:
@@ -44,13 +49,9 @@ def _key(config: Mapping[str, Any]) -> str:
 
 
 @lru_cache(maxsize=16)
-def _counted(config: str, head: str) -> tuple[Counts | None, dict[str, Any], str]:
-    try:
-        model = _without_data(config, head)
-    # What a class of transformers raises over a configuration it does not like has no common kind.
-    except Exception as error:
-        return None, {}, f"transformers cannot build it ({type(error).__name__}: {words_of(error)})"
-    return counts_of(model), _numbers(model.config), ""
+def _counted(config: str, head: str) -> tuple[Counts, dict[str, Any]]:
+    model = _without_data(config, head)
+    return counts_of(model), _numbers(model.config)
 
 
 @lru_cache(maxsize=1)

@@ -10,10 +10,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+import memtrain
+from memtrain.cli.plan.check_run import check_run
 from memtrain.errors import LaunchError, MemtrainError
 from memtrain.recipes.reading.load import recipe_of_words
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.loading.own_code import code_digest, trust_code
+from memtrain.trainers.tools.chat import load_trained
+from memtrain.trainers.tools.trained_model import serve_words, trained_model
 
 CODE = """
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -31,7 +35,7 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 8,
-    "vocab_size": 64,
+    "vocab_size": 1100,
 }
 
 
@@ -95,6 +99,47 @@ def test_code_of_another_repository_is_refused(folder: Path):
 def test_code_without_need_is_refused(folder: Path):
     change(folder, "model.TheirConfig", "model.TheirForCausalLM", kind="qwen3")
     assert "transformers knows qwen3 models itself" in refused(trusting(folder))
+
+
+def test_a_model_with_its_own_code_is_refused_once_and_without_a_list_of_all_others(folder: Path):
+    words = [
+        "method=sft",
+        f"model.path={folder}",
+        "model.tokenizer=builtin:tiny",
+        "data.train=builtin:arithmetic",
+    ]
+    with pytest.raises(MemtrainError, match="does not know code_beside_it models") as caught:
+        check_run(recipe_of_words(words))
+    (fault,) = caught.value.faults
+    assert fault.what.endswith(", and the model comes with its own code")
+    assert "docs/security.md" in fault.fix
+    assert len(fault.what) < 200
+
+
+def test_a_run_of_trusted_code_is_chatted_with_and_served_as_it_was_trained(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    place = tmp_path_factory.mktemp("run")
+    given = {
+        "model": {
+            "path": str(folder),
+            "revision": code_digest(folder),
+            "trust_remote_code": True,
+            "tokenizer": "builtin:tiny",
+        },
+        "data.train.limit": 40,
+        "train.max_steps": 1,
+        "train.batch_size": 4,
+    }
+    run = memtrain.train(memtrain.load_recipe("smoke/sft", given), run_dir=str(place))
+    CONFIG_MAPPING._extra_content.pop("code_beside_it")
+    trained = trained_model(place)
+    assert type(load_trained(trained, 1)).__name__ == "TheirForCausalLM"
+    assert "--trust-remote-code" in serve_words(trained)
+    CONFIG_MAPPING._extra_content.pop("code_beside_it")
+    with pytest.raises(LaunchError, match="does not know code_beside_it models"):
+        load_trained(trained_model(run.model), 1)
+    assert "--trust-remote-code" not in serve_words(trained_model(run.model))
 
 
 @pytest.mark.parametrize("revision", [None, "main", "v1.0", "abc123"])
