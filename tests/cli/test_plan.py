@@ -127,6 +127,23 @@ def test_a_plan_has_one_speed_also_where_it_writes_completions(tmp_path, monkeyp
     assert "in the update, completions not counted" in reported(capsys)
 
 
+def test_ways_out_heed_the_host_memory_that_is_given(recipe):
+    """A larger card was offered with 164 GiB of host beside it where 64 are; and 127 GiB were said to be
+    needed where a plan does with 95."""
+    asked = ["plan", recipe, "--gpu", "h100", "--without-data", "length.max_length=4096"]
+    with pytest.raises(DoesNotFit) as refused:
+        run([*asked, "--host-memory", "64GiB"])
+    said = str(refused.value)
+    assert "the plan needs 94.70 GiB of host memory, but only 64.00 GiB are there" in said
+    larger = re.search(r"a larger card, (\S+) of", said)
+    assert larger is not None
+    run(
+        ["plan", recipe, "--gpu", larger[1], "--without-data", "length.max_length=4096"]
+        + ["--host-memory", "64GiB"]
+    )
+    run([*asked, "--host-memory", "95GiB"])
+
+
 def test_a_plan_as_a_page_is_written_and_loads_nothing(recipe, tmp_path, capsys):
     run(["plan", recipe, "--gpu", "h100", "--without-data", "--html", str(tmp_path / "p.html")])
     text = (tmp_path / "p.html").read_text()

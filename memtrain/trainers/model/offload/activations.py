@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
@@ -118,8 +119,11 @@ def is_part_of(model: nn.Module) -> Callable[[Tensor], bool]:
     """Whether a tensor is a weight or buffer of `model`, or a view of one: these never travel."""
 
     def check(tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in storages
+        return bool(references) and tensor.untyped_storage()._cdata in storages
 
     owned = (*model.parameters(), *model.buffers())
-    storages = {one.untyped_storage()._cdata for one in owned}
+    # Weak references keep the address of a weight that is replaced (by a shard, or on another device) from
+    # being given to an activation, which would then stay.
+    references = [StorageWeakRef(one.untyped_storage()) for one in owned]
+    storages = {one.cdata for one in references}
     return check

@@ -223,3 +223,15 @@ def test_blocks_of_a_killed_process_are_removed_and_those_of_others_stay(tmp_pat
     back = torch.empty(8, dtype=torch.uint8)
     stored.read_into(back)
     assert back.tolist() == list(range(8))
+
+
+def test_an_activation_at_the_address_of_a_replaced_weight_is_no_part_of_the_model():
+    """FSDP2 replaces weights by shards: an activation that got a freed address stayed on the device, now and
+    then, and a trace of 70B that drew it once in three runs said 45 GiB where 28 are."""
+    layer = torch.nn.Linear(64, 64)
+    keeps = is_part_of(layer)
+    assert keeps(layer.weight)
+    assert keeps(layer.weight[:3])
+    layer.weight = torch.nn.Parameter(torch.zeros(2, 64))
+    made = [torch.zeros(64, 64) for _ in range(200)]
+    assert not any(keeps(one) for one in made)
