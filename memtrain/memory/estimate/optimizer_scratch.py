@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memtrain.memory.estimate.sharded.sharding import share
 from memtrain.memory.estimate.static import (
     MASTER_BUCKET,
     OFFLOAD_BUCKET,
@@ -36,9 +37,10 @@ def optimizer_scratch(load: Workload) -> int:
         return scratch_of_tensor(load, largest_trained(settings, shape))
     if moments == "of matrices":
         return scratch_of_tensor(load, shape.largest_linear, is_map=load.trains_all)
-    largest, copied = 4 * largest_trained(settings, shape), 0
+    # A process of FSDP2 steps its rows of every tensor.
+    largest, copied = 4 * share(largest_trained(settings, shape), settings, of="weights"), 0
     if settings.master_weights and settings.shard_offload == "none":
-        copied = 4 * num_half(settings, shape)
+        copied = 4 * share(num_half(settings, shape), settings, of="weights")
     bucket = max(largest, min(MASTER_BUCKET, copied)) if copied else 0
     # Float32 numbers that do not stay are made for a bucket, or fetched, and taken apart weight by weight.
     made = bucket if settings.copies != "float32" or settings.optimizer_offload else 0
@@ -46,7 +48,8 @@ def optimizer_scratch(load: Workload) -> int:
         # Copies, or the bits beside the weights, of the bucket that comes or leaves meanwhile.
         made += _neighbour(bucket, copied, settings, shape) // (1 if settings.copies == "float32" else 2)
     made += 2 * largest if settings.copies != "float32" else 0
-    stepped = max(largest, min(MASTER_BUCKET, 4 * num_trained(settings, shape)))
+    trained = share(num_trained(settings, shape), settings, of="weights")
+    stepped = max(largest, min(MASTER_BUCKET, 4 * trained))
     # Both moments of a bucket; and three steps of one tensor's on the way into 8 bits.
     expanded = 2 * stepped + 3 * largest if settings.compressed_moments else 0
     return bucket + made + expanded
@@ -76,14 +79,16 @@ def offload_bucket(load: Workload) -> int:
         return 0
     number_bytes = 4 if settings.master_weights else load.a
     all_bytes = optimizer_bytes(settings, shape)
-    of_largest = 2 * largest_trained(settings, shape) * number_bytes
+    of_largest = 2 * share(largest_trained(settings, shape), settings, of="weights") * number_bytes
     bucket = max(of_largest, min(OFFLOAD_BUCKET, all_bytes))
-    of_linear = 0 if settings.adapter is not None else 2 * shape.largest_linear * number_bytes
+    linear = share(shape.largest_linear, settings, of="weights")
+    of_linear = 0 if settings.adapter is not None else 2 * linear * number_bytes
     return bucket + min(max(OFFLOAD_BUCKET, of_linear), max(0, all_bytes - bucket))
 
 
 def _neighbour(bucket: int, all_bytes: int, settings: Settings, shape: ModelShape) -> int:
     """Float32 bytes of the bucket beside the largest one: the largest tensors lie apart, with layers between
     them."""
-    of_linear = 0 if settings.adapter is not None else 4 * shape.largest_linear
+    linear = share(shape.largest_linear, settings, of="weights")
+    of_linear = 0 if settings.adapter is not None else 4 * linear
     return min(max(MASTER_BUCKET, of_linear), max(0, all_bytes - bucket))
