@@ -18,6 +18,11 @@ LARGE = 0.08
 """Share of a card that is worth a sentence. Taste."""
 
 
+AMD = (
+    "The card is one of AMD's, and memtrain has not been run on ROCm: the plans are of its memory; their "
+    "times are of a card of NVIDIA's with as much."
+)
+
 UNEXPLAINED = 0.95
 """Share of what torch had and asked for below which a plan does not explain it. Taste."""
 
@@ -34,6 +39,8 @@ VLLM = {
 
 def clues(died: OomReport, was: AsItWas | None, budget: int) -> Iterator[str]:
     """Sentences, the surest first."""
+    if died.is_of_amd:
+        yield AMD
     if died.on_host:
         yield from _host(died, was)
     if died.vllm is not None:

@@ -230,6 +230,8 @@ def devices(
         hardware = Hardware.named(asked.gpu, processes)
     elif size is not None:
         hardware = _card_of(size, processes, may_lack_bfloat16=may_lack_bfloat16)
+        if died.is_of_amd:
+            hardware = replace(hardware, name="AMD's card", memory_bytes=size, free_bytes=size)
     else:
         raise RecipeError(
             "the card of the run is unknown",

@@ -108,6 +108,8 @@ class OomReport:
     """Processes that the output names: its highest rank, and one."""
     device: int | None = None
     """The card's number in the message."""
+    is_of_amd: bool = False
+    """The message is of ROCm."""
     vllm: str | None = None
     """vLLM's own refusal: `start`, `cache` or `length`."""
 
@@ -157,6 +159,7 @@ def read_traceback(text: str) -> OomReport:
         on_host=on_host,
         ranks=max(ranks) + 1 if ranks else None,
         device=None if device is None else int(device[1]),
+        is_of_amd=re.search(r"\bHIP (?:out of memory|error)", text) is not None,
         vllm=vllm,
     )
 

@@ -9,7 +9,8 @@ torch's memory-efficient kernel is taken to be as fast as, 30 to 50 % and 25 to 
 arXiv:2307.08691, sections 1 and 4.1). On an H100: FlashAttention-2 370 and 320 of 989 TFLOP/s,
 FlashAttention-3 640 and 550 (Shah et al. 2024, arXiv:2407.08608, figures 5 and 6). FlexAttention: 90 % of
 FlashAttention-2 forward, 85 % backward (its announcement, PyTorch 2024). Later data-center cards have no
-figure there: FlashAttention-2 is taken to be as fast as on an H100, as it has no instruction of theirs.
+figure there: FlashAttention-2 is taken to be as fast as on an H100, as it has no instruction of theirs
+(chosen after published steps on a B200 had been seen).
 """
 
 from __future__ import annotations

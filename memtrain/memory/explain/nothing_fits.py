@@ -154,15 +154,6 @@ class _Search:
     def _can_slice(self) -> bool:
         return not context_faults(self.asked.recipe, self.facts.config)
 
-    @cached_property
-    def _presumes_host(self) -> bool:
-        """Whether nobody said how much memory the host has: a larger machine has more of it then."""
-        hardware = self.facts.hardware
-        return (
-            hardware.sold_bytes > 0
-            and hardware.host_bytes == Hardware.named(hardware.name, hardware.num_devices).host_bytes
-        )
-
     def nearest(self) -> list[Suggestion]:
         """At most three, of different kinds where there are: the recipe, more GPUs, a larger card, two of
         these together."""
@@ -251,7 +242,7 @@ class _Search:
             words += f" and {CONTEXT}: {size}" if shares_rows else ""
             a_node = min(count, NODE)
             machine = replace(hardware, num_devices=a_node, num_nodes=count // a_node)
-            if self._presumes_host:
+            if hardware.presumes_host:
                 host = max(hardware.host_bytes, a_node * hardware.memory_bytes)
                 machine = replace(machine, host_bytes=host)
             made = self._planned(
@@ -278,7 +269,7 @@ class _Search:
             size = f"{card.name} of {gib(card.memory_bytes)}"
             words = f"a larger card, {size}" if card.num_devices == 1 else f"larger cards, {size} each"
             machine = replace(card, num_nodes=hardware.num_nodes)
-            if self._fits_device or not self._presumes_host:
+            if self._fits_device or not hardware.presumes_host:
                 machine = replace(machine, host_bytes=hardware.host_bytes)
             made = self._planned(
                 (Change(words), *_one(change)),

@@ -115,6 +115,18 @@ def test_a_recipe_of_memtrain_is_rescued_too(tmp_path: Path):
     assert found.plan is not None
 
 
+def test_a_card_of_amd_is_not_taken_for_one_of_nvidia(axolotl: str):
+    """191.98 GiB of an MI300X were planned as a B200, and nothing said so."""
+    message = (
+        "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity "
+    )
+    message += "of 191.98 GiB of which 1.00 GiB is free."
+    found = rescued(RescueQuestion(config=axolotl, traceback=message))
+    assert found.hardware.name == "AMD's card"
+    assert found.budget_bytes == pytest.approx(191.98 * 2**30, rel=1e-6)
+    assert "has not been run on ROCm" in found.clues[0]
+
+
 def test_nothing_is_guessed_about_the_card(axolotl: str):
     with pytest.raises(RecipeError, match="the card of the run is unknown"):
         rescued(RescueQuestion(axolotl))
