@@ -47,6 +47,10 @@ def test_the_container_file_has_known_instructions_and_extras():
     assert words == {"FROM", "RUN", "ENV", "COPY", "WORKDIR", "ENTRYPOINT", "CMD"}
     assert json.loads(lines[-2].removeprefix("ENTRYPOINT ")) == ["memtrain"]
     project = (EXAMPLES.parent / "pyproject.toml").read_text()
+    # Triton compiles its launchers against Python's headers.
+    assert {"python3-dev", "build-essential"} <= set(text.split())
+    ignored = (EXAMPLES.parent / ".dockerignore").read_text().split()
+    assert {".git", ".venv*"} <= set(ignored)
     extras = re.search(r"/src\[([\w,]+)\]", text)
     assert extras is not None
     assert all(f"\n{extra} = [" in project for extra in extras[1].split(","))

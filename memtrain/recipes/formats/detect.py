@@ -37,7 +37,8 @@ from memtrain.recipes.formats import (
     text,
     unpaired,
 )
-from memtrain.recipes.formats.fields import Example, Names, Row, is_message, mapping_hint, names_of
+from memtrain.recipes.formats.fields import BadRow, Example, Names, Row, is_message, mapping_hint, names_of
+from memtrain.recipes.formats.media import refuse_media
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.data import Columns, Format
 
@@ -195,6 +196,10 @@ def no_format(
         if declared:
             return what, where, f"if that is intended, set data.format: {declared[0]}"
         return what, where, mapping_hint(present, needed) or f"it takes {' or '.join(allowed)}"
+    try:
+        refuse_media(row, ())
+    except BadRow as media:
+        return media.what, where, media.fix
     rule = "; ".join(
         f"{name} needs {', '.join(getattr(names, need) for need in FORMS[name].needs)}" for name in allowed
     )

@@ -60,11 +60,12 @@ TEXT_PARTS = ("text", "input_text", "output_text", None)
 """Types of the parts of a content that are text; an image with a text beside it is none."""
 
 MEDIA_PARTS = {
-    **dict.fromkeys(("image", "image_url", "input_image"), "an image"),
-    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
-    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+    **dict.fromkeys(("image", "images", "image_url", "input_image"), "an image"),
+    **dict.fromkeys(("audio", "audios", "audio_url", "input_audio"), "audio"),
+    **dict.fromkeys(("video", "videos", "video_url", "input_video"), "video"),
 }
-"""Types of the parts of a content that are media, and their kind."""
+"""Types of the parts of a content that are media, and their kind: also fields of parts without a type, and
+of messages."""
 NO_MEDIA = "memtrain trains on text; vision-language models are planned. Remove it to train on the text alone"
 
 MOST_MARGIN = 10_000
@@ -273,6 +274,8 @@ def message_of(item: object, place: str) -> Message:
         raise BadRow(f"{place} has the role {shown(role)}", f"use one of the roles {known}")
     taken += ("weight", "train")
     rest = {key: value for key, value in given.items() if value is not None and key not in taken}
+    if kind := next((MEDIA_PARTS[key] for key, value in rest.items() if key in MEDIA_PARTS and value), ""):
+        raise BadRow(f"{place} has {kind}", NO_MEDIA)
     if content is None and not rest.get("tool_calls"):
         raise BadRow(f"{place} has no content", "give it a content (a string), or tool_calls")
     if not loss_mask(given, place):
@@ -314,13 +317,15 @@ def content_of(content: object, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, (list, tuple)):
+        if kind := _media_of(content):
+            raise BadRow(f"the content of {place} has {kind}", NO_MEDIA)
         raise BadRow(
             f"the content of {place} is {kind_of(content)} ({shown(content)}), not a string", AS_TEXT
         )
     texts: list[str] = []
     for part in cast(Sequence[object], content):
         given: Mapping[str, Any] = cast(Mapping[str, Any], part) if isinstance(part, Mapping) else {}
-        if kind := MEDIA_PARTS.get(str(given.get("type"))):
+        if kind := _media_of(given):
             raise BadRow(f"the content of {place} has {kind}", NO_MEDIA)
         if given.get("type", "text") not in TEXT_PARTS or not isinstance(given.get("text"), str):
             raise BadRow(
@@ -328,6 +333,14 @@ def content_of(content: object, place: str) -> str:
             )
         texts.append(given["text"])
     return "".join(texts)
+
+
+def _media_of(part: object) -> str:
+    """The kind of media that a part of a content is, by its type or, without one, by its fields."""
+    given: Mapping[str, Any] = cast(Mapping[str, Any], part) if isinstance(part, Mapping) else {}
+    kind = given.get("type")
+    names = list(given) if kind is None else [str(kind)]
+    return next((MEDIA_PARTS[name] for name in names if name in MEDIA_PARTS), "")
 
 
 def margin_at(row: Row, column: str) -> float | None:

@@ -8,13 +8,18 @@ from typing import Any, cast
 from memtrain.recipes.formats.fields import NO_MEDIA, BadRow, Row
 
 COLUMNS = {
-    **dict.fromkeys(("image", "images", "pixel_values", "image_url", "image_path"), "images"),
+    **dict.fromkeys(("image", "images", "image_url", "image_path", "image_file"), "images"),
+    **dict.fromkeys(("picture", "pictures", "photo", "pixel_values"), "images"),
     **dict.fromkeys(("audio", "audios", "audio_path", "speech"), "audio"),
     **dict.fromkeys(("video", "videos", "video_path"), "video"),
 }
 """Column names that hold media, and their kind."""
 FILES = ({"bytes", "path"}, {"array", "sampling_rate"})
 """Fields of the images and sounds of Hugging Face datasets."""
+
+
+EMBEDDED = {"data:image/": "images", "data:audio/": "audio", "data:video/": "video"}
+"""Beginnings of texts that are files."""
 
 
 def refuse_media(row: Row, used: Collection[str]) -> None:
@@ -30,6 +35,8 @@ def refuse_media(row: Row, used: Collection[str]) -> None:
 def _kind_of_file(value: Any) -> str:
     held: Any = value
     first: Any = held[0] if isinstance(value, list) and held else held
+    if isinstance(first, str):
+        return next((kind for start, kind in EMBEDDED.items() if first.startswith(start)), "")
     if not isinstance(first, Mapping):
         return ""
     given = set(cast(Mapping[str, Any], first))
