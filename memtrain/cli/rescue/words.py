@@ -60,7 +60,8 @@ def learns_words(learns: tuple[str, ...]) -> str:
 
 def time_words(priced: Priced, found: Rescue) -> str:
     """A step's time beside that of the run as it was, both predicted."""
-    text = f"{seconds(priced.step_s)} a step"
+    writes = found.plan is not None and found.plan.case.recipe.writes_completions
+    text = f"{seconds(priced.step_s)} {'an update, completions not counted' if writes else 'a step'}"
     if found.was is None:
         return text
     share = priced.step_s / found.was.priced.step_s

@@ -8,6 +8,8 @@ from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.sections.model import ALL_LINEAR
 
+HEADS = frozenset(("lm_head", "embed_out"))
+"""Names of the LM head."""
 BESIDE_LAYERS = frozenset(
     ("lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out", "score", "gate", "shared_expert_gate")
 )
@@ -17,9 +19,18 @@ built without data (`trainers/model/loading/adapter_targets.py`)."""
 
 def refuse_targets(ledger: DecisionLog, shape: ModelShape) -> None:
     """Refuse names of linear maps and of stacks of experts that the model has not."""
-    adapter = ledger.asked.recipe.model.adapter
+    model = ledger.asked.recipe.model
+    adapter = model.adapter
     if adapter is None:
         return
+    for key in ("target_modules", "modules_to_save"):
+        heads = [name for name in getattr(adapter, key) if name.rsplit(".", 1)[-1] in HEADS]
+        if heads and model.quantize != "none":
+            ledger.refuse(
+                "the LM head cannot be trained on quantized weights: the loss reads the full-precision head",
+                f"model.adapter.{key}",
+                f"remove {heads[0]} from the list, or set model.quantize to none",
+            )
     stacks = [f"experts.{stack.name}" for stack, _ in shape.stacks]
     counted = shape.counts.all_linears if shape.counts is not None else ()
     maps = list(dict.fromkeys((*(part.name for part in shape.linears), *(part.name for part, _ in counted))))

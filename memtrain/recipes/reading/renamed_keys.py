@@ -279,6 +279,8 @@ IN_SECTION: dict[str, str] = {
     "data.test_split": "`data.eval_fraction`, or `data.eval.split`",
     "data.train_split": "`data.train.split`",
     "data.path": "`data.train`",
+    "ppo.value_model": "`ppo.value: own` for a model of its own, which begins as a copy of the policy's",
+    "ppo.critic": "`ppo.value: own` for a model of its own, which begins as a copy of the policy's",
     "data.file": "`data.train`",
     "data.files": "`data.train`",
     "data.source": "`data.train`",

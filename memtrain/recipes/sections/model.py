@@ -190,9 +190,10 @@ class Model(Section):
                 "model.config has no tokenizer; set model.tokenizer (builtin:tiny is always available)"
             )
         if self.add_tokens and self.adapter is not None and not self.adapter.modules_to_save:
+            modules = "[embed_tokens, lm_head]" if self.quantize == "none" else "[embed_tokens]"
             raise ValueError(
                 "model.add_tokens are trained in the embeddings, and an adapter leaves them frozen; set "
-                "model.adapter.modules_to_save: [embed_tokens, lm_head]"
+                f"model.adapter.modules_to_save: {modules}"
             )
         if self.quantize != "none" and self.adapter is None:
             raise ValueError(

@@ -153,8 +153,9 @@ def adapter(made: Translation) -> None:
     else:
         made.set("model.adapter.dropout", dropout, of=["lora_dropout"])
     _targets(made)
-    if made.config.get("lora_modules_to_save"):
-        made.set("model.adapter.modules_to_save", made.config["lora_modules_to_save"])
+    saved = _without_head(made, "lora_modules_to_save", made.config.get("lora_modules_to_save"))
+    if saved:
+        made.set("model.adapter.modules_to_save", saved)
     if made.config.get("use_rslora"):
         made.set("model.adapter.rslora", True)
     if made.config.get("use_dora"):
@@ -181,7 +182,15 @@ def _targets(made: Translation) -> None:
             "model.adapter.target_modules"
         )
     else:
-        made.set("model.adapter.target_modules", modules)
+        made.set("model.adapter.target_modules", _without_head(made, "lora_target_modules", modules))
+
+
+def _without_head(made: Translation, key: str, names: object) -> object:
+    """The modules without the LM head, which is not trained on quantized weights."""
+    if not _quantized(made) or not isinstance(names, list) or "lm_head" not in names:
+        return names  # pyright: ignore[reportUnknownVariableType]
+    made.lose(key, "the LM head is not trained on quantized weights: lm_head is left out")
+    return [name for name in cast(list[object], names) if name != "lm_head"]
 
 
 def data(made: Translation) -> None:

@@ -52,6 +52,15 @@ def test_a_name_that_the_model_has_not_is_refused_with_those_it_has(
     assert way in fault.fix
 
 
+@pytest.mark.parametrize("key", ["target_modules", "modules_to_save"])
+def test_the_head_of_quantized_weights_is_refused_by_the_plan(ask, facts_of, key):
+    """A plan for 16 GiB was made of unsloth#1884, and the run it was for could not be built."""
+    adapter = {key: ["q_proj", "lm_head"] if key == "target_modules" else ["lm_head"]}
+    with pytest.raises(RecipeError) as caught:
+        ask(facts_of(config=SMALL), model__adapter=adapter, model__quantize="4bit")
+    assert "LM head cannot be trained on quantized weights" in caught.value.faults[0].what
+
+
 @pytest.mark.parametrize(
     ("config", "adapter"),
     [

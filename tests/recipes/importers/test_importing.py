@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memtrain.errors import RecipeError
-from memtrain.recipes.importers.importing import Imported, import_config, read_foreign
+from memtrain.recipes.importers.importing import TOOLS, Foreign, Imported, import_config, read_foreign
 from memtrain.recipes.importers.notebook import without_magics
 from memtrain.recipes.reading.load import load_text
 from memtrain.recipes.recipe import Recipe
@@ -438,3 +438,14 @@ def test_a_key_without_a_value_is_not_listed(tmp_path: Path):
         tmp_path, "run.yml", "base_model: a/b\nsequence_len: 512\ndatasets: [{path: c/d}]\ndebug:\n"
     )
     assert not [line for line in made.notes if line.startswith("debug")]
+
+
+def test_the_head_is_left_out_of_what_is_trained_on_quantized_weights_and_listed():
+    """unsloth#1884: the recipe named lm_head in 4 bits, and no run of it could be built."""
+    keys = {"load_in_4bit": True, "use_peft": True, "lora_target_modules": ["q_proj", "lm_head"]}
+    keys |= {"model_name_or_path": "Qwen/Qwen3-8B", "lora_modules_to_save": ["embed_tokens", "lm_head"]}
+    made = import_config(Foreign(TOOLS["trl"], keys, "sft", 1, "x"), has_stand_ins=True)
+    adapter = made.whole().model.adapter
+    assert adapter is not None
+    assert (adapter.target_modules, adapter.modules_to_save) == (("q_proj",), ("embed_tokens",))
+    assert sum("lm_head is left out" in line for line in made.notes) == 2

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memtrain.memory.estimate.static import OFFLOAD_BUCKET, moments_bytes
 from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.model_shape.config_parts import has_experts_at
+from memtrain.memory.model_shape.shape import has_formula, shape_of
 from memtrain.memory.plan.plan import Owned, PhasePeak
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.memory_meter.live_tensors import Recorder
@@ -41,7 +43,8 @@ def predict_by_trace(job: Job, *, is_whole: bool = False) -> Traced:
     depth = num_layers(job)
     leading, repeats = kinds_repeat(job.config)
     period = math.lcm(max(1, job.settings.checkpoint_every), repeats)
-    depths = None if is_whole else shallow_depths(depth, period, num_staying(job.settings), leading)
+    staying = max(num_staying(job.settings), num_of_buckets(job, depth) - FEWEST)
+    depths = None if is_whole else shallow_depths(depth, period, staying, leading)
     if depths is None:
         found = trace(job)
         return Traced(phases_of(named_owners(found.recorder)), found.host, found.recorder)
@@ -85,6 +88,18 @@ def num_staying(settings: Settings) -> int:
     if settings.offload != "boundaries":
         return 0
     return (settings.offload_keep + 1) * max(1, settings.checkpoint_every)
+
+
+def num_of_buckets(job: Job, depth: int) -> int:
+    """Layers of which the states fill two buckets, where the states wait on the host and take turns on the
+    device; 0 where all of them fit into two. With fewer the states of a shallow model come at once, and would
+    be taken to grow with depth.
+    """
+    if not job.settings.optimizer_offload or not has_formula(job.config):
+        return 0
+    states = moments_bytes(job.settings, shape_of(job.config))
+    filled = 2 * OFFLOAD_BUCKET
+    return 0 if states <= filled else math.ceil(depth * filled / states) + 1
 
 
 def shallow_depths(depth: int, period: int, num_staying: int = 0, leading: int = 0) -> tuple[int, int] | None:

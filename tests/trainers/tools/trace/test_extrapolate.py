@@ -3,10 +3,17 @@
 from dataclasses import replace
 
 import pytest
-from trace_cases import CASES, EXPERTS, SMALL
+from trace_cases import CASES, EXPERTS, LLAMA, SMALL, sft
 
-from memtrain.trainers.tools.trace.extrapolate import kinds_repeat, predict_by_trace, shallow_depths
+from memtrain.recipes.sections.model import Adapter
+from memtrain.trainers.tools.trace.extrapolate import (
+    kinds_repeat,
+    num_of_buckets,
+    predict_by_trace,
+    shallow_depths,
+)
 
+CUDA = {"device": "cuda", "attention": "torch_varlen"}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
 LATENT |= {"v_head_dim": 32, "n_group": 1, "topk_group": 1, "n_routed_experts": 8, "n_shared_experts": 1}
 DEEPSEEK = SMALL | EXPERTS | LATENT | {"model_type": "deepseek_v3", "moe_intermediate_size": 64}
@@ -44,3 +51,17 @@ def test_a_mixture_with_leading_dense_layers_is_traced_shallow_as_whole():
     assert [one.num_bytes for one in guessed.phases] == pytest.approx(
         [one.num_bytes for one in whole.phases], rel=0.0005
     )
+
+
+def test_states_that_take_turns_on_the_device_are_not_taken_to_grow_with_depth():
+    """Moments of an adapter of 30B, 3 GiB, come in two buckets of 256 MiB; models of three and four layers,
+    whose moments fit into them, showed all at once, and a plan for 24 GiB as one that does not fit."""
+    config = LLAMA | {"hidden_size": 2048, "num_hidden_layers": 9}
+    adapter = Adapter(r=2048, target_modules=("q_proj", "v_proj"))
+    job = sft(config, CUDA | {"optimizer_offload": True, "adapter": adapter}).job
+    assert num_of_buckets(job, 9) == 6
+    guessed, whole = predict_by_trace(job), predict_by_trace(job, is_whole=True)
+    assert guessed.recorder is None
+    (shallow,), (deep,) = ([o for o in one.phases if o.phase == "steady step"] for one in (guessed, whole))
+    assert shallow.num_bytes == pytest.approx(deep.num_bytes, rel=0.001)
+    assert deep.num_bytes < 2.1 * 2**30
