@@ -200,12 +200,10 @@ def no_format(
         refuse_media(row, ())
     except BadRow as media:
         return media.what, where, media.fix
-    rule = "; ".join(
-        f"{name} needs {', '.join(getattr(names, need) for need in FORMS[name].needs)}" for name in allowed
-    )
+    ways = [" and ".join(getattr(names, need) for need in FORMS[name].needs) for name in allowed]
     hint = mapping_hint(present, needed)
     return (
-        f"no format fits the columns {shown} ({rule})",
+        f"no format fits the columns {shown}: rows need {', or '.join(ways)}",
         where,
         hint or _mapping_example(row, needed),
     )

@@ -84,7 +84,7 @@ def _section_for(section: type[Section], value: object, key: str) -> str:
     if value is True and not any(section.model_fields[name].is_required() for name in fields):
         return f"write {key}: {{}} for its defaults"
     first = next((name for name, each in fields.items() if not choices(each)), "")
-    if type(value) is int and first and int in [base for base, _ in parts(fields[first])]:
+    if type(value) in (int, str) and first and type(value) in [base for base, _ in parts(fields[first])]:
         return f"write {key}: {{{first}: {value}}}"
     return f"write its keys on the lines below `{key}:`"
 

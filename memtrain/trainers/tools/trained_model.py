@@ -18,6 +18,8 @@ CONFIG, ADAPTER = "config.json", "adapter_config.json"
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that `--max-lora-rank` takes. Source: vllm/config/lora.py, vLLM 0.20."""
 CONVERTER = "convert_hf_to_gguf.py"
+CONVERTERS = (CONVERTER, "llama-convert-hf-to-gguf", "convert-hf-to-gguf")
+"""Names of llama.cpp's converter on the PATH: of its tree, and of Python packages made of it."""
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 """Types that llama.cpp's converter writes; smaller ones are made of these by llama-quantize."""
 CHATML = "<|im_start|>"
@@ -143,7 +145,7 @@ def convert_words(folder: Path, output: Path, kind: str) -> tuple[list[str], boo
 
     Source: llama.cpp, convert_hf_to_gguf.py.
     """
-    found = shutil.which(CONVERTER)
+    found = next((path for name in CONVERTERS if (path := shutil.which(name))), None)
     program = [found] if found else ["python", f"llama.cpp/{CONVERTER}"]
     return [*program, str(folder), "--outfile", str(output), "--outtype", kind], found is not None
 

@@ -10,7 +10,13 @@ import pytest
 from memtrain.__main__ import main
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import read_plan
-from memtrain.trainers.tools.trained_model import modelfile, serve_words, text_model, trained_model
+from memtrain.trainers.tools.trained_model import (
+    convert_words,
+    modelfile,
+    serve_words,
+    text_model,
+    trained_model,
+)
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 LORA = {"base_model_name_or_path": "me/base", "r": 20, "task_type": "CAUSAL_LM", "use_dora": False}
@@ -92,6 +98,14 @@ def test_gguf_runs_the_converter_where_it_is_installed(tmp_path: Path, monkeypat
         *("--outfile", str(out), "--outtype", "f16"),
     ]
     assert main(["gguf", str(run), "-o", str(out)]) == 5
+
+
+@pytest.mark.parametrize("name", ["convert_hf_to_gguf.py", "llama-convert-hf-to-gguf", "convert-hf-to-gguf"])
+def test_the_converter_is_found_by_the_names_of_its_packages(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shutil.which", lambda asked: f"/bin/{asked}" if asked == name else None)
+    words, is_here = convert_words(Path("final"), Path("out.gguf"), "f16")
+    assert is_here
+    assert words[0] == f"/bin/{name}"
 
 
 def test_a_template_that_is_not_chatml_is_left_to_the_gguf_file(tmp_path: Path):

@@ -61,6 +61,8 @@ def json_row(line: bytes, reader: JsonReader) -> Row | BadRow:
 def not_utf8(error: UnicodeDecodeError) -> BadRow:
     """Fault of bytes that are no UTF-8."""
     byte = error.object[error.start]
+    if error.start == 0 and error.object[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return BadRow("the file is UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE")
     return BadRow(f"not UTF-8: byte 0x{byte:02x} at position {error.start}", "save the file as UTF-8")
 
 
@@ -264,7 +266,8 @@ def read_file(path: Path, unit: TextUnit = "line", digest: Digest | None = None)
             with opened(path, digest):
                 pass
     except UnicodeDecodeError as error:
-        raise DataError(not_utf8(error).what, str(path), "save the file as UTF-8") from None
+        fault = not_utf8(error)
+        raise DataError(fault.what, str(path), fault.fix) from None
     except FileNotFoundError:
         raise DataError(f"there is no file '{path}'", str(path), "check the path") from None
     except OSError as error:

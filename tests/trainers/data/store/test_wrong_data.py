@@ -233,16 +233,15 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
     "a UTF-16 text file": (
         "d.txt",
         "hello".encode("utf-16"),
-        "not UTF-8: byte 0xff at position 0",
+        "the file is UTF-16, not UTF-8",
         "{file}",
-        "save the file as UTF-8",
+        "convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE",
     ),
     "columns of no format": (
         "d.jsonl",
         b'{"query": "a", "response": "b"}\n',
-        "no format fits the columns query, response (prompt_completion needs prompt, completion; messages "
-        "needs messages; text needs text; ids needs input_ids; alpaca needs instruction, output; "
-        "question_answer needs question, answer)",
+        "no format fits the columns query, response: rows need prompt and completion, or messages, or text, "
+        "or input_ids, or instruction and output, or question and answer",
         "{file}:1",
         "data.columns: {prompt: query, completion: response}",
     ),
