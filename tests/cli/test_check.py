@@ -283,6 +283,17 @@ def test_a_fault_of_many_rows_is_told_once_with_their_number(
     )
 
 
+def test_rows_of_llamafactorys_kto_are_offered_with_their_verdict(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "kto.jsonl").write_text('{"instruction": "a", "output": "b", "kto_tag": true}\n' * 4)
+    words = ["check", "smoke/kto", "data.train=kto.jsonl", "data.eval_fraction=0"]
+    assert main(words) == 4
+    offered = "data.columns: {prompt: instruction, completion: output, label: kto_tag}"
+    assert f"  try: {offered}\n" in capsys.readouterr().err
+    assert main([*words, offered.replace(": ", "=", 1)]) == 0
+
+
 def test_two_columns_of_unknown_names_are_offered_as_a_line_to_paste(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):

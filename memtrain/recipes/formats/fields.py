@@ -53,6 +53,7 @@ FAMILIAR = {
     "tokens": "ids",
     "preferred": "chosen",
     "dispreferred": "rejected",
+    "kto_tag": "label",
 }
 """Column names that people use for ours: only ever proposed in an error, never taken silently."""
 
