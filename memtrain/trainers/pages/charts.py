@@ -88,7 +88,8 @@ def line_chart(
         y = bottom - (point[1] - low) / (high - low) * (bottom - top)
         return f"{x:.1f},{y:.1f}"
 
-    drawn = [grid_line(place((low_x, tick)), right, short(tick)) for tick in ticks]
+    words = tick_words(ticks)
+    drawn = [grid_line(place((low_x, y)), right, word) for y, word in zip(ticks, words, strict=True)]
     drawn += axis_unit(unit)
     drawn.append(f'<text x="{LEFT - 8}" y="{bottom + 18}" text-anchor="end">step</text>')
     for tick in nice_ticks(low_x, high_x):
@@ -233,6 +234,16 @@ def short(value: float) -> str:
             scale = 1e3 if unit == "k" else size
             return f"{value / scale:,.6g}{unit}"
     return f"{value:,.4g}" if abs(value) < 1e3 else f"{value:,.0f}"
+
+
+def tick_words(ticks: Sequence[float]) -> list[str]:
+    """The ticks of one axis, each as short as can be while no two read alike."""
+    words = [short(tick) for tick in ticks]
+    for digits in range(5, 16):
+        if len(set(words)) == len(words):
+            break
+        words = [f"{tick:,.{digits}g}" for tick in ticks]
+    return words
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:

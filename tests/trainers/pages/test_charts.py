@@ -21,6 +21,7 @@ from memtrain.trainers.pages.charts import (
     short,
     smoothed,
     thin,
+    tick_words,
     unbroken,
 )
 from memtrain.trainers.pages.memory_bars import MEASURED, OwnerBar, memory_figure, predicted_bar
@@ -45,6 +46,12 @@ def test_ticks_hold_the_values_and_are_few(low: float, span: float):
 )
 def test_ticks_are_short(value: float, said: str):
     assert short(value) == said
+
+
+def test_no_two_ticks_of_an_axis_read_alike():
+    assert tick_words([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
+    assert tick_words([6.90412, 6.90414, 6.90416]) == ["6.90412", "6.90414", "6.90416"]
+    assert len(set(tick_words(nice_ticks(6.9041201, 6.9041208)))) == len(nice_ticks(6.9041201, 6.9041208))
 
 
 def test_thinning_keeps_every_spike_and_gap():
