@@ -244,7 +244,8 @@ def _in_forward(load: Workload) -> int:
 def offloaded_backward(load: Workload) -> int:
     """Most that a layer holds in its backward pass when all it kept is fetched back, one storage ahead.
 
-    Source: measured, traces of llama at two precisions, torch 2.13: a*N*(6*M + 2.5*W).
+    A fit, not a count of tensors: traces of llama at two precisions, torch 2.13, come to a*N*(6*M + 2.5*W);
+    3*W is taken. docs/memory.md has its error (`offloading all`).
     """
     return load.a * load.N * (6 * widest_mlp(load) + 3 * load.shape.width)
 
