@@ -61,6 +61,9 @@ def step(model: Any, layout: Layout, seed: int = 0) -> tuple[float, dict[str, Te
     return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
 def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Relative error of the gradient of all weights, by its norm; no weight is off by ten times as much."""
     assert set(found) == set(expected)
@@ -270,6 +273,26 @@ def test_gradients_of_keys_are_summed_in_float32(tiny_model: TinyModel):
     plain = error(step(half, layout)[1], expected)
     stream_layers(half, 20)
     assert error(step(half, layout)[1], expected) < 1.1 * plain
+
+
+@pytest.mark.parametrize("backend", ["torch_cpu", "masked"])
+def test_what_keys_of_several_slices_give_a_query_is_summed_before_it_is_rounded(
+    tiny_model: TinyModel, backend: AttentionBackend
+):
+    """A query's gradient sums to zero over what all keys share: the parts of its slices are large."""
+    exact = tiny_model(num_hidden_layers=1, seed=3, attention_bias=True)
+    with torch.no_grad():
+        exact.model.layers[0].self_attn.k_proj.bias.fill_(8.0)
+    exact = exact.to(torch.bfloat16).float()
+    half = copy.deepcopy(exact).to(torch.bfloat16)
+    for model in (exact, half):
+        set_attention(model, backend)
+    layout = packed_layout([700])
+    (_, expected), (_, plain) = step(exact, layout), step(half, layout)
+    stream_layers(half, 20)
+    _, streamed = step(half, layout)
+    off = [float((one[QUERY].float() - expected[QUERY]).norm()) for one in (streamed, plain)]
+    assert off[0] < 1.1 * off[1]
 
 
 def test_what_was_dropped_in_a_slice_is_dropped_again(tiny_model: TinyModel):

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from memtrain.trainers.model.streamed.wide_products import HALF, add_norm_gradient_, sum_of
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -29,13 +31,14 @@ def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """The norm in the graph."""
+    """The norm in the graph. Over slices of a row the weight's gradient goes into their float32 sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, eps: float) -> Tensor:
         """Normalized, rounded, scaled."""
         y, scale = normalized(x, eps)
         ctx.save_for_backward(x, weight, scale)
+        ctx.held = sum_of(weight) if x.dtype in HALF else None
         return y.mul_(weight)
 
     @staticmethod
@@ -44,7 +47,11 @@ class _RmsNorm(torch.autograd.Function):
         """Gradients of the input and of the weight, as they are asked for."""
         x, weight, scale = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        return *norm_gradients(grads[0].contiguous(), x, scale, weight, (needs_x, needs_weight)), None
+        grad = grads[0].contiguous()
+        if needs_weight and ctx.held is not None:
+            add_norm_gradient_(ctx.held.total(), grad, x, scale)
+            needs_weight = False
+        return *norm_gradients(grad, x, scale, weight, (needs_x, needs_weight)), None
 
 
 def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from memtrain.memory.rules.attention import AttentionBackend
+from memtrain.trainers.model.attention.masked import MaskedScores
 from memtrain.trainers.model.attention.row_layout import Part
 from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule, merge_sinks, sinks_gradient
 from memtrain.trainers.model.attention.sliced import HOLDS_SCORES, KERNELS
@@ -63,6 +64,10 @@ def attend_streamed(
     return out_SHD
 
 
+WIDENED = (TorchCpu, MaskedScores)
+"""Kernels that take float32 as they take half precision."""
+
+
 class _Widened:
     """A kernel on float32 copies of half-precision numbers: partial results that nothing has rounded.
 
@@ -97,12 +102,12 @@ class _Widened:
 
 
 def _for_parts(kernel: type[Kernel], query_SHD: Tensor, layout: SliceLayout) -> type[Kernel]:
-    """The kernel for a slice: a CPU's widens where results of several parts are summed.
+    """The kernel for a slice: a CPU's kernels widen where results of several parts are summed.
 
     Flash kernels give half precision alone, whatever they sum in.
     """
     is_cut = layout.part.key_blocks or layout.part.gathered
-    if kernel is TorchCpu and is_cut and query_SHD.dtype in HALF:
+    if is_cut and query_SHD.dtype in HALF and query_SHD.device.type == "cpu" and issubclass(kernel, WIDENED):
         return cast(type[Kernel], _Widened(kernel))
     return kernel
 

@@ -129,6 +129,19 @@ class WideScale(torch.autograd.Function):
         return grad * weight_W if ctx.needs_input_grad[0] else None, None
 
 
+def add_norm_gradient_(total_W: Tensor, grad: Tensor, x: Tensor, scale: Tensor) -> None:
+    """Add the gradient of an RMS norm's weight to a float32 sum, a few rows at a time.
+
+    grad, x: [..., W], of the norm's output and its input; scale: float32 [..., 1], one over the root mean
+    square of each row of `x`.
+    """
+    width = total_W.shape[0]
+    rows = max(1, WIDENED_NUMBERS // width)
+    held = (grad.reshape(-1, width), x.reshape(-1, width), scale.reshape(-1, 1))
+    for grad_NW, x_NW, scale_N1 in zip(*(one.split(rows) for one in held), strict=True):
+        total_W.add_(x_NW.to(total_W.dtype).mul_(scale_N1).mul_(grad_NW).sum(0))
+
+
 @contextmanager
 def wide_products(is_on: bool) -> Iterator[None]:
     """Context in which every `F.linear` of a stand-in is a `WideLinear`, and what it scales a `WideScale`."""

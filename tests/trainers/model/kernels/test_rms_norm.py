@@ -1,12 +1,14 @@
 """The norm of two kernels is that of transformers."""
 
 import copy
+import types
 
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from memtrain.trainers.model.kernels.rms_norm import norm_forward
+from memtrain.trainers.model.streamed.weight_sums import WeightSums
 
 
 def both(dtype, weight_dtype=None):
@@ -67,3 +69,21 @@ def test_it_keeps_its_input_and_a_number_a_token():
         norm_forward(norm, x)
     sizes = [t.numel() * t.element_size() for t in kept if t is not norm.weight]
     assert sorted(sizes) == [5 * 4, 5 * 48 * 2]
+
+
+def test_slices_whose_gradients_nearly_cancel_are_summed_before_they_are_rounded():
+    """As of chosen and rejected answers: rounding each slice's gradient loses more than all of the sum."""
+    torch.manual_seed(0)
+    norm = LlamaRMSNorm(16, eps=1e-5).to(torch.bfloat16)
+    norm.forward = types.MethodType(norm_forward, norm)
+    x, grad = torch.randn(2, 64, 16).to(torch.bfloat16), torch.randn(1, 64, 16).to(torch.bfloat16)
+    x[1] = (x[0].double() + 1e-2 * torch.randn(64, 16)).to(torch.bfloat16)
+    grads = torch.cat([grad, -grad])
+    exact = copy.deepcopy(norm).double()
+    in_double(exact, x.double()).backward(grads.double())
+    with (sums := WeightSums(norm)):
+        for one, above in zip(x, grads, strict=True):
+            norm(one.requires_grad_(False)).backward(above)
+    (found,) = sums.taken()
+    assert found.dtype == torch.bfloat16
+    assert off(found, exact.weight.grad) < 2**-8
