@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -36,7 +37,7 @@ from memtrain.trainers.model.heads.value_head import ValueScorer
 from memtrain.trainers.model.quantized.packed import shardable
 from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.wide_sums import HALF, set_wide
-from memtrain.trainers.runtime.weight_layout import full_of, local_of
+from memtrain.trainers.runtime.weight_layout import full_of, local_of, waits_on_host
 
 
 def shard(scorer: nn.Module, settings: Settings) -> None:
@@ -172,19 +173,26 @@ class _Sums:
     """Gradients of this rank's rows, summed over micro-batches in float32.
 
     torch sums over the ranks in float32, rounds to the weight's precision, and would add micro-batches there.
+    Its hooks are there only while a step has several: with one, gradients that go to the host are not waited
+    for one by one.
     """
 
     def __init__(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
         self._pairs = pairs
         self._own = {parameter: own for parameter, own in pairs if own.dtype in HALF}
         self._is_summing = False
-        for parameter in self._own:
-            parameter.register_post_accumulate_grad_hook(self._made)
+        self._hooks: list[RemovableHandle] = []
 
     def begin(self, model: nn.Module, num_micro_batches: int) -> None:
         """A step of so many micro-batches follows."""
         self._is_summing = num_micro_batches > 1
         set_wide(self._own.values(), is_wide=self._is_summing)
+        if not self._is_summing:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+        elif not self._hooks:
+            self._hooks += [one.register_post_accumulate_grad_hook(self._made) for one in self._own]
 
     def hand_over(self) -> None:
         """The gradients of the model's shards become the gradients of the stepped plain parameters."""
@@ -194,9 +202,12 @@ class _Sums:
             parameter.grad = None
 
     def _made(self, parameter: Tensor) -> None:
-        if not self._is_summing or parameter.grad is None:
+        if parameter.grad is None:
             return
         own, part = self._own[cast(nn.Parameter, parameter)], local_of(parameter.grad)
+        if waits_on_host(parameter):
+            # Before torch 2.13 the copy to the host may be under way, on the stream that is current here.
+            torch.cuda.current_stream().synchronize()
         if own.grad is None:
             own.grad = part.float()
         else:

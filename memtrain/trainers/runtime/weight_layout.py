@@ -30,12 +30,29 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def waits_on_host(tensor: Tensor) -> bool:
+    """Whether the rows of a weight are in host memory while its layer computes on a GPU.
+
+    They meet on the GPU: NCCL sends nothing from the host.
+    """
+    if not isinstance(tensor, DTensor):
+        return False
+    return local_of(tensor.detach()).device.type == "cpu" and tensor.device_mesh.device_type != "cpu"
+
+
 def full_of(tensor: Tensor) -> Tensor:
     """All of a weight, on every rank; called by all of them. A plain tensor is itself."""
     if hasattr(tensor, "ds_tensor"):
         with gathered_here([tensor]):
             return tensor.detach().clone()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if waits_on_host(tensor):
+        # On the device of the mesh: that is where `from_local` moves the rows.
+        shape, stride, mesh, where = tensor.shape, tensor.stride(), tensor.device_mesh, tensor.placements
+        own = local_of(tensor.detach())
+        tensor = DTensor.from_local(own, mesh, where, run_check=False, shape=shape, stride=stride)
+    return tensor.full_tensor()
 
 
 def gathered_here(tensors: Sequence[Tensor], *, writes: bool = False) -> AbstractContextManager[None]:

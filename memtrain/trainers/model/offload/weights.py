@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from memtrain.errors import LaunchError
 from memtrain.memory.estimate.weights_offload import moves_trained
 from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.model.attention.run_device import run_device
 from memtrain.trainers.model.offload.copy_engines import CopyEngine, CudaEngine, engine_for
 from memtrain.trainers.model.streamed.apply import layers_of
 from memtrain.trainers.model.streamed.end_weights import EndWeights
@@ -64,7 +65,7 @@ def weights_of(model: nn.Module) -> LayerWeights | None:
 def compute_device(model: nn.Module) -> torch.device:
     """Device on which a model computes: not that of its weights, where these live on the host."""
     home = weights_of(model)
-    return next(model.parameters()).device if home is None else home.device
+    return run_device(model) if home is None else home.device
 
 
 def chosen(model: nn.Module, settings: Settings) -> list[nn.Parameter]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from memtrain.trainers.model.attention.functions import NAMES
 from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.attention.run_device import run_device
 from memtrain.trainers.model.heads.backbone import base_model
 
 
@@ -43,16 +44,14 @@ class Lockstep:
 
     def _any(self, *, is_writing: bool) -> bool:
         """Whether any rank is about to make a pass; called by all of them."""
-        weight = next(self.model.parameters())
-        device = weight.device if weight.device.type != "cpu" or "gloo" in dist.get_backend() else "cuda"
-        number = torch.tensor(int(is_writing), device=device)
+        number = torch.tensor(int(is_writing), device=run_device(self.model))
         dist.all_reduce(number)
         return bool(number)
 
     @torch.no_grad()
     def _idle(self) -> None:
         base = base_model(self.model)
-        device = next(base.parameters()).device
+        device = run_device(base)
         inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}
         if base.config._attn_implementation in NAMES.values():
             layout = packed_layout([1], device)

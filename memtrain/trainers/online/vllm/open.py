@@ -18,7 +18,7 @@ from memtrain.recipes.sections.vllm import Vllm
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.online.generation.protocol import Sampler
-from memtrain.trainers.online.vllm.process import Launch
+from memtrain.trainers.online.vllm.process import Launch, environment_of
 from memtrain.trainers.online.vllm.sampler import VllmSampler
 from memtrain.trainers.online.vllm.server_sampler import ServerSampler
 from memtrain.trainers.online.vllm.weight_sync import open_transport
@@ -106,7 +106,7 @@ def open_vllm(
         device,
         is_same_device=device.type == "cuda" and not section.devices,
         python=launch.python,
-        environment=launch.environment,
+        environment=environment_of(launch.environment),
     )
     if transport.why_files:
         emit(f"vLLM reads new weights from files, not from the GPU: {transport.why_files}")

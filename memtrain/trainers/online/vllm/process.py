@@ -32,8 +32,16 @@ ENVIRONMENT = {
 """Environment of a process that asks nothing of the network: the model's configuration is in the run
 folder."""
 
-OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Of the trainer alone: its packages are not the worker's, nor is its process group."""
+OWN_VARIABLES = (
+    *("PYTHONPATH", "PYTHONHOME", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+"""Of the trainer alone: its packages are not the worker's, nor is its process group. Memory that vLLM gives
+back while it sleeps cannot lie in expandable segments (pytorch#147851)."""
+
+OWN_PREFIX = "TORCHELASTIC_"
+"""Variables of the launcher of several processes. TORCHELASTIC_USE_AGENT_STORE makes torch look for the
+trainer's store at the address of vLLM's own process group, for ten minutes (pytorch#192113)."""
 
 ENDING_S = 5.0
 """Time for a process whose connection has ended to end itself."""
@@ -67,7 +75,6 @@ class Process:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         ours, theirs = socket.socketpair()
-        environment = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
         with launch.log.open("ab") as log:
             self.popen = subprocess.Popen(
                 [launch.python, str(WORKER), str(theirs.fileno())],
@@ -75,7 +82,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment | ENVIRONMENT | dict(launch.environment),
+                env=environment_of({**ENVIRONMENT, **launch.environment}),
                 start_new_session=True,
             )
         theirs.close()
@@ -174,6 +181,12 @@ class Process:
         """End of the process's log."""
         lines = self.launch.log.read_text(errors="replace").strip().splitlines()
         return f"; last line of its log: {lines[-1].strip()}" if lines else ""
+
+
+def environment_of(given: Mapping[str, str]) -> dict[str, str]:
+    """Environment of an engine's process: the trainer's variables except its own, and those `given`."""
+    is_own = lambda name: name in OWN_VARIABLES or name.startswith(OWN_PREFIX)  # noqa: E731
+    return {name: value for name, value in os.environ.items() if not is_own(name)} | dict(given)
 
 
 def _is_readable(connection: socket.socket, seconds: float) -> bool:

@@ -244,7 +244,7 @@ def open_transport(
     """CUDA IPC where both processes are on one CUDA device and a handle is seen to work, else files.
 
     Files of memory, or of the run folder where memory has no room for them (containers often give /dev/shm
-    64 MiB). `python`, `environment`: those of the other process, which the handle is tried with.
+    64 MiB). `python`, `environment` (all of it): those of the other process, which the handle is tried with.
     """
     is_roomy = (
         MEMORY_FOLDER.is_dir()
@@ -283,7 +283,7 @@ def try_handle(buffer: Tensor, python: str, environment: Mapping[str, str]) -> s
             capture_output=True,
             text=True,
             timeout=PROBE_S,
-            env={**os.environ, **environment},
+            env=dict(environment) or None,
             check=False,
         )
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
