@@ -247,8 +247,6 @@ def host_of(chars: int) -> dict[str, int]:
         made = lay_end_to_end([Piece(store.row(0), store.loss_mask(0))], pad_id=0)
         _, laid = tracemalloc.get_traced_memory()
         held = (made.input_ids, made.position_ids, made.scored_index, made.targets)
-        assert made.layout is not None, "Rows lie end to end."
-        held += (made.layout.predicting_rows, made.layout.predicted_rows)
         return {
             "tokens": made.num_tokens,
             "reading": (read - before) * 1024,

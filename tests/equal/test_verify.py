@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from memtrain.trainers.build import components as build_module
 from memtrain.trainers.build import training_step as step_module
 from memtrain.trainers.losses.head import request as request_module
 from memtrain.trainers.model.attention import own_positions
-from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.attention.row_layout import Layout, packed_layout
 from memtrain.trainers.model.loading import load
 from memtrain.trainers.model.offload import activations as activations_module
 from memtrain.trainers.model.offload.checkpointing import recompute
@@ -78,21 +78,21 @@ def test_rows_that_see_each_other_are_caught(plan_of: MakePlan, monkeypatch: pyt
     plan = plan_of("sft")
 
     def mixed(lengths: list[int]) -> Any:
-        layout, whole = packed_layout(lengths), one_segment(lengths)
-        vars_of = {"position_ids": layout.position_ids}
-        return _replaced(whole, layout, vars_of)
+        return _attending_as(one_segment(lengths), packed_layout(lengths))
 
     monkeypatch.setattr(collate, "packed_layout", mixed)
     assert {"contamination", "gradients", "loss"} <= failed(verify(plan))
 
 
-def _replaced(whole: Any, layout: Any, changes: dict[str, Any]) -> Any:
-    return replace(
-        whole,
-        **changes,
-        predicting_rows=layout.predicting_rows,
-        predicted_rows=layout.predicted_rows,
-    )
+def _attending_as(other: Layout, layout: Layout) -> Layout:
+    """The layout with another's attention, and its own positions and predictions."""
+
+    class Mixed(Layout):
+        predicted_rows = property(lambda _: layout.predicted_rows)
+        predicting_rows = property(lambda _: layout.predicting_rows)
+
+    held = {one.name: getattr(other, one.name) for one in fields(other)}
+    return Mixed(**held | {"position_ids": layout.position_ids})
 
 
 def test_answers_that_see_each_other_are_caught(plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch):
@@ -102,7 +102,7 @@ def test_answers_that_see_each_other_are_caught(plan_of: MakePlan, monkeypatch: 
         """The answers of a group as one that goes on: the second sees the first."""
         layout = real(groups)
         joined = real([(prompt, [sum(answers)]) for prompt, answers in groups])
-        return _replaced(joined, layout, {"position_ids": layout.position_ids})
+        return _attending_as(joined, layout)
 
     monkeypatch.setattr(answer_batch, "shared_layout", chained)
     assert "contamination" in failed(verify(plan_of("dpo")))

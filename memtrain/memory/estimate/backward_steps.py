@@ -34,11 +34,11 @@ def layer_steps(load: Workload) -> list[Step]:
     if not steps_by_tensor(load) or load.settings.slice_tokens or load.settings.offload == "all":
         return []
     shape = load.shape
-    largest = shape.largest_linear
-    plain = Step(load.a * largest, scratch_of_tensor(load, largest), mlp_output_backward(load))
     if shape.experts is None:
+        largest = shape.largest_linear
         # The product that enters the last map is gone.
-        return [plain._replace(beside=plain.beside - load.a * load.N * shape.mlp_width)]
+        beside = mlp_output_backward(load) - load.a * load.N * shape.mlp_width
+        return [Step(load.a * largest, scratch_of_tensor(load, largest), beside)]
     copies = load.a * load.N * shape.experts.num_per_token
     outputs, product = copies * shape.width, copies * shape.experts.mlp_width
     left = layer_kept(load) + load.a * load.N * shape.width - outputs

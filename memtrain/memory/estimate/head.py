@@ -162,22 +162,16 @@ def _tile(load: Workload, num_columns: int, buffers: int) -> tuple[int, int]:
 
 def _widened(load: Workload, tokens: int, num_columns: int) -> int:
     """Float32 copies of hidden states and of a block of weights, where no kernel sums half products wide."""
-    if not load.is_half or _sums_half(load):
+    if not load.is_half or load.sums_half_wide:
         return 0
     block = min(load.settings.loss_tile_bytes, 4 * num_columns * load.shape.width)
     return 4 * tokens * load.shape.width + block
-
-
-def _sums_half(load: Workload) -> bool:
-    """Whether a kernel of the device adds half products in float32: on every GPU, which a run makes sure of
-    before its first step (trainers/build/components.py)."""
-    return load.settings.device == "cuda" and load.is_half
 
 
 def _beside_a_tile(load: Workload, tokens: int, num_columns: int, block: int) -> int:
     """Scratch of a product with a tile of gradients: widened operands, or the tile in half precision."""
     if not load.is_half:
         return 0
-    if _sums_half(load):
+    if load.sums_half_wide:
         return load.a * tokens * num_columns
     return 4 * tokens * load.shape.width + block

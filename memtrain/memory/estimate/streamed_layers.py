@@ -139,8 +139,7 @@ def _sums(load: Workload) -> tuple[int, int]:
     added = 0 if shape.num_expert_layers else load.a * shape.largest_linear
     if load.is_half and not shape.num_expert_layers:
         ends = max((part.num_inputs + part.num_outputs for part in shape.linears), default=0)
-        in_kernel = load.settings.device == "cuda" and load.is_half
-        added = 0 if in_kernel else 4 * min(WIDENED_TOKENS, load.settings.slice_tokens) * ends
+        added = 0 if load.sums_half_wide else 4 * min(WIDENED_TOKENS, load.settings.slice_tokens) * ends
     return max(4, load.a) * whole, added
 
 

@@ -130,6 +130,12 @@ class Workload:
         return self.a == 2
 
     @cached_property
+    def sums_half_wide(self) -> bool:
+        """A kernel of the device adds products of half precision in float32: on every GPU, which a run makes
+        sure of before its first step (trainers/build/components.py)."""
+        return self.is_half and self.settings.device == "cuda"
+
+    @cached_property
     def is_fused(self) -> bool:
         """Norms and gated products keep their inputs alone; never in another tool's run."""
         return self.settings.kernels == "fused" and self.batch.foreign is None

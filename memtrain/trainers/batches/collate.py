@@ -66,12 +66,15 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""
-        moved = [
+        ids, index, targets = (
             tensor.to(device, non_blocking=True)
-            for tensor in (self.input_ids, self.position_ids, self.scored_index, self.targets)
-        ]
+            for tensor in (self.input_ids, self.scored_index, self.targets)
+        )
         layout = self.layout.to(device, non_blocking=True) if self.layout is not None else None
-        ids, positions, index, targets = moved
+        # A layout's positions are the batch's own.
+        positions = (
+            layout.position_ids if layout is not None else self.position_ids.to(device, non_blocking=True)
+        )
         return MicroBatch(ids, positions, layout, index, targets, self.num_tokens, self.runs)
 
 
@@ -90,13 +93,14 @@ def lay_end_to_end(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None
         lengths.append(padding)
     layout = packed_layout(lengths)
     input_T = torch.from_numpy(ids.astype(np.int64))
-    is_scored_N = torch.from_numpy(loss_tokens)[layout.predicted_rows]
+    predicted_N = layout.predicted_rows
+    is_scored_N = torch.from_numpy(loss_tokens)[predicted_N]
     return MicroBatch(
         input_ids=input_T[None],
         position_ids=layout.position_ids,
         layout=layout,
         scored_index=layout.predicting_rows[is_scored_N],
-        targets=input_T[layout.predicted_rows[is_scored_N]],
+        targets=input_T[predicted_N[is_scored_N]],
         num_tokens=len(ids) - padding,
         runs=((len(ids) - padding, 1), (padding, 0)),
     )

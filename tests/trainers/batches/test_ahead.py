@@ -92,3 +92,4 @@ def test_every_tensor_of_a_batch_is_pinned():
     assert torch.equal(doubled[0].layout.within.cu_query, layout.within.cu_query * 2)
     assert doubled[1].first.tolist() == [2.0, 2.0]
     assert doubled[1].name == "a"
+    assert doubled[0].position_ids is doubled[0].layout.position_ids, "pinned twice"

@@ -11,6 +11,7 @@ completions of a group attend to the group's prompt besides (part B, `to_prompt`
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -60,9 +61,6 @@ class Layout:
     to_prompt: part B, the completions of each group to their prompt; None for a packed row. Its query bounds
         count from `num_prompt_tokens`, its key bounds from 0: both are plain slices of the row.
     position_ids: int64 [1, T]; a completion continues from its prompt.
-    predicting_rows, predicted_rows: int64 [N]; the hidden state at `predicting_rows[n]` predicts the token at
-        `predicted_rows[n]`. Packed: every token but the first of each segment. Shared: every completion
-        token, the first of each predicted by the last token of its prompt.
     longest_span: most tokens that a query can look back on, itself counted.
     """
 
@@ -70,8 +68,6 @@ class Layout:
     to_prompt: Part | None
     num_prompt_tokens: int
     position_ids: Tensor
-    predicting_rows: Tensor
-    predicted_rows: Tensor
     longest_span: int
 
     @property
@@ -85,6 +81,35 @@ class Layout:
         return self.position_ids[0]
 
     @property
+    def predicted_rows(self) -> Tensor:
+        """int64 [N], tokens that are predicted: of a packed row every token but the first of each segment.
+
+        Of shared prompts: every completion token. Counted where a batch is laid out: no layer needs them.
+        """
+        bounds = self.within.query_bounds
+        if self.to_prompt is not None:
+            return torch.arange(self.num_prompt_tokens, bounds[-1], device=self.device)
+        # A segment's first token has no neighbour before it, and those of all segments before are left out.
+        lengths = [end - start - 1 for start, end in pairwise(bounds)]
+        return _counted(lengths, range(1, len(lengths) + 1), self.device)
+
+    @property
+    def predicting_rows(self) -> Tensor:
+        """int64 [N], the token whose hidden state predicts each of `predicted_rows`: the one before it.
+
+        A completion's first token is predicted by the last one of its prompt.
+        """
+        row_N = self.predicted_rows - 1
+        if self.to_prompt is None:
+            return row_N
+        ends, before = self.to_prompt.key_bounds, self.num_prompt_tokens
+        firsts = [start - before for start in self.within.query_bounds[len(ends) - 1 : -1]]
+        groups = [bisect_right(self.to_prompt.query_bounds, first) for first in firsts]
+        last_of_prompt = torch.tensor([ends[group] - 1 for group in groups], device=self.device)
+        row_N[torch.tensor(firsts, device=self.device)] = last_of_prompt
+        return row_N
+
+    @property
     def device(self) -> torch.device:
         """Device of the tensors."""
         return self.position_ids.device
@@ -96,8 +121,6 @@ class Layout:
             within=self.within.to(device, non_blocking),
             to_prompt=self.to_prompt and self.to_prompt.to(device, non_blocking),
             position_ids=self.position_ids.to(device, non_blocking=non_blocking),
-            predicting_rows=self.predicting_rows.to(device, non_blocking=non_blocking),
-            predicted_rows=self.predicted_rows.to(device, non_blocking=non_blocking),
         )
 
 
@@ -106,15 +129,11 @@ def packed_layout(lengths: Sequence[int], device: torch.device | str = "cpu") ->
     assert len(lengths) > 0, "A packed row needs at least one segment."
     assert min(lengths) > 0, f"A segment of a packed row must hold a token; the lengths are {list(lengths)}."
     bounds = _bounds(lengths)
-    # The tokens that have a neighbour before them: segment i's first is left out, as those of all before it.
-    predicted_N = _counted([length - 1 for length in lengths], range(1, len(lengths) + 1), device)
     return Layout(
         within=part_of(bounds, bounds, device=device, is_causal=True),
         to_prompt=None,
         num_prompt_tokens=0,
         position_ids=_counted(lengths, [-start for start in bounds[:-1]], device)[None],
-        predicting_rows=predicted_N - 1,
-        predicted_rows=predicted_N,
         longest_span=max(lengths),
     )
 
@@ -136,11 +155,6 @@ def shared_layout(groups: Sequence[tuple[int, Sequence[int]]], device: torch.dev
     bounds = _bounds([*prompts, *completions])
     num_prompt_tokens = sum(prompts)
     owner = [group for group, size in enumerate(sizes) for _ in range(size)]
-    prompt_ends = list(accumulate(prompts))
-    predicted_N = torch.arange(num_prompt_tokens, bounds[-1], device=device)
-    predicting_N = predicted_N - 1
-    firsts = torch.tensor(bounds[len(groups) : -1], device=device) - num_prompt_tokens
-    predicting_N[firsts] = torch.tensor([prompt_ends[group] - 1 for group in owner], device=device)
     first_positions = [0] * len(groups) + [prompts[group] for group in owner]
     shifts = [position - start for position, start in zip(first_positions, bounds[:-1], strict=True)]
     return Layout(
@@ -150,8 +164,6 @@ def shared_layout(groups: Sequence[tuple[int, Sequence[int]]], device: torch.dev
         ),
         num_prompt_tokens=num_prompt_tokens,
         position_ids=_counted([*prompts, *completions], shifts, device)[None],
-        predicting_rows=predicting_N,
-        predicted_rows=predicted_N,
         longest_span=max(prompt + max(group) for prompt, group in groups),
     )
 
