@@ -49,16 +49,6 @@ def test_the_page_shows_every_committed_result(script: Any):
     assert text.count("Measured on ") == len(known & results.keys())
 
 
-def test_the_manual_has_the_page_of_the_committed_results(script: Any):
-    """A page of no results was committed once: `page.py --help` had taken the word for a folder."""
-    page = script("page")
-    made = page.page(page.read_results(BENCHMARKS / "results"))
-    written = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
-    # Where a result names no commit, the page asks git for that of its file.
-    pages = [[line for line in text.splitlines() if "Measured on " not in line] for text in (written, made)]
-    assert pages[0] == pages[1]
-
-
 def test_a_page_of_no_results_is_not_written(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

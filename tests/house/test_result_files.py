@@ -1,8 +1,9 @@
-"""Results of benchmarks are compact: one writer, one row a line."""
+"""Results of benchmarks are compact (one writer, one row a line), and the manual has their page."""
 
 import json
 from pathlib import Path
 
+from page import page, read_results
 from result_files import ROW, text_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -23,3 +24,14 @@ def test_a_row_is_one_line_however_long_and_nothing_is_lost():
     assert json.loads("".join(lines)) == made
     assert sum(line.startswith('  {"method"') for line in lines) == 2
     assert sum(line.startswith('  "sft ') for line in lines) == 9
+
+
+def test_the_manual_has_the_page_of_the_committed_results():
+    """A page of no results was committed once, and one of the results before the committed ones."""
+    written = (RESULTS.parents[1] / "docs" / "benchmarks.md").read_text()
+    # Where a result names no commit, the page asks git for that of its file.
+    pages = [
+        [line for line in text.splitlines() if "Measured on " not in line]
+        for text in (written, page(read_results(RESULTS)))
+    ]
+    assert pages[0] == pages[1], "python benchmarks/page.py"
