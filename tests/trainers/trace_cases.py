@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from memtrain.memory.estimate.auxiliary_models import RewardShape, reward_scoring_bytes, with_beside
 from memtrain.memory.estimate.kept import kept_bytes
 from memtrain.memory.estimate.peaks import estimate, phase_peak
@@ -294,10 +296,17 @@ def streamed(config, changes, *more, method="sft", **said):
     return replace(Case(method, config, IN_SLICES | changes, *more, **said), batch=LONG)
 
 
+WIDE = {"intermediate_size": 1408}
+"""An MLP in which a layer's backward pass has its peak."""
 STREAMED = {
     "streamed": streamed(LLAMA, {}),
     "streamed, bfloat16, accumulating": streamed(QWEN, HALF, 2),
     "streamed, LoRA": streamed(LLAMA, {"adapter": LORA} | HALF),
+    "streamed, LoRA with dropout": streamed(LLAMA, {"adapter": Adapter(r=8, dropout=0.1)} | HALF),
+    "streamed, DoRA": streamed(QWEN, {"adapter": DORA} | HALF),
+    "streamed, wide": streamed(QWEN | WIDE | {"num_key_value_heads": 4}, HALF),
+    "streamed, wide, LoRA": streamed(LLAMA | WIDE, {"adapter": LORA}),
+    "streamed, wide, fused kernels": streamed(QWEN | WIDE, FUSED),
     "streamed, fused kernels": streamed(QWEN, FUSED | {"adapter": LORA}),
     "streamed, QLoRA": streamed(LLAMA, {"adapter": LORA, "quantize": "4bit"} | HALF),
     "streamed, inputs on the host": streamed(LLAMA, {"adapter": LORA, "offload": "boundaries"} | HALF),
@@ -582,9 +591,15 @@ def _real_peak(job):
     gc.collect()
     if is_sharded(job.settings) or job.settings.weights_offload:
         # Whole weights are let go when they are cut, or moved: the allocator must have seen them come.
-        return allocator_peak(
-            [], lambda: run_steps(bare_models(job, "cpu"), job, Nobody(), is_marked=False)
-        ) - (random_states(job))
+        # A trace has the batches beforehand.
+        batches = bare_models(job, "meta")
+
+        def whole():
+            cast = bare_models(job, "cpu")
+            cast = replace(cast, micro_batches=batches.micro_batches, passes=batches.passes)
+            run_steps(cast, job, Nobody(), is_marked=False)
+
+        return allocator_peak([], whole) - random_states(job)
     cast = bare_models(job, "cpu")
     peak = allocator_peak(cast.models, lambda: run_steps(cast, job, Nobody(), is_marked=False))
     return peak - random_states(job)
@@ -592,6 +607,43 @@ def _real_peak(job):
 
 def random_states(job):
     """Bytes of the random states that the checkpointed layers of a job keep."""
-    every = job.settings.checkpoint_every
+    every, slice_tokens = job.settings.checkpoint_every, job.settings.slice_tokens
     models = 2 if job.settings.value == "own" else 1
+    if slice_tokens and job.settings.adapter is not None and job.settings.adapter.dropout:
+        # Each slice of each layer, and the state to come back to.
+        num_slices = -(-job.batch.tokens // slice_tokens)
+        return RANDOM_STATE_BYTES * (num_slices * job.config["num_hidden_layers"] + 1)
     return models * RANDOM_STATE_BYTES * -(-job.config["num_hidden_layers"] // every) if every else 0
+
+
+def cpu_kernel_scratch(attention):
+    """What torch's own attention on a CPU takes for itself, beside what a trace knows: see `kernel_scratch`.
+
+    Blocks of scores for each thread, and the gradient in rows where heads share keys. Products of half
+    precision take more, as the processor wants it. Source: torch 2.13,
+    aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
+    """
+    aten = torch.ops.aten
+    return oracle.kernel_scratch(attention) | {
+        aten._scaled_dot_product_flash_attention_for_cpu.default: _blocks_forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _blocks_backward,
+    }
+
+
+def _block(query, key):
+    """Queries and keys of a block."""
+    tokens = query.shape[2]
+    return min(256 if tokens >= 768 else 64 if tokens >= 192 else 32, tokens), min(512, key.shape[2])
+
+
+def _blocks_forward(args, kwargs, out):
+    queries, keys = _block(*args[:2])
+    numbers = 4 * queries * (keys + 2 + args[0].shape[3])
+    return torch.get_num_threads() * (numbers + 2 * queries * keys * (args[0].itemsize == 2))
+
+
+def _blocks_backward(args, kwargs, out):
+    queries, keys = _block(*args[1:3])
+    narrow = args[1].itemsize == 2
+    copy = 0 if args[0].transpose(1, 2).is_contiguous() else args[0].nbytes
+    return torch.get_num_threads() * 2 * queries * keys * (4 + 2 * narrow) + 4 * queries + copy

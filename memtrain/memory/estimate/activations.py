@@ -89,12 +89,12 @@ def mlp_kept(load: Workload) -> int:
     """
     shape, N, a = load.shape, load.N, load.a
     keeps_gate = not (load.settings.liger or load.is_fused)
-    dense = a * N * shape.mlp_width * (2 + keeps_gate + _needs_product(load))
+    dense = a * N * shape.mlp_width * (2 + keeps_gate + needs_product(load))
     is_mixed = shape.num_expert_layers < shape.num_layers
     return max(dense if is_mixed else 0, experts_kept(load))
 
 
-def _needs_product(load: Workload) -> bool:
+def needs_product(load: Workload) -> bool:
     """Whether the last map of the MLP keeps its input."""
     return load.trains_all or _keeps_input(load, "down_proj")
 
@@ -213,11 +213,23 @@ def mlp_backward(load: Workload) -> int:
         return of_experts + _in_float(load, 16 * N * widest_mlp(load))
     if load.settings.liger:
         # Where the last map is adapted, gradients of its two products and their sum; its input is gone.
-        factors = 1 + (load.settings.adapter is not None and _needs_product(load))
+        factors = 1 + (load.settings.adapter is not None and needs_product(load))
     else:
-        factors = 2 + (not _needs_product(load) and (load.is_fused or not _adapts(load, "down_proj")))
+        factors = 2 + (not needs_product(load) and (load.is_fused or not _adapts(load, "down_proj")))
     made = a * N * (shape.width + factors * shape.mlp_width)
-    return max(layer_kept(load) + made, of_experts) + _in_float(load, 16 * N * widest_mlp(load))
+    if _in_float(load, 1):
+        return max(_magnitudes_backward(load), of_experts)
+    return max(layer_kept(load) + made, of_experts)
+
+
+def _magnitudes_backward(load: Workload) -> int:
+    """Bytes at the first of the MLP's two adapted factors in half precision under DoRA: what the last map
+    kept is gone, and so are the factors but for the gate; gradients of both factors and of the residual
+    stream are there, and the output, its gradient and two products in float32."""
+    shape, N, a = load.shape, load.N, load.a
+    of_last = 2 * shape.width * _adapts(load, "down_proj")
+    left = layer_kept(load) - mlp_kept(load) + a * N * (shape.mlp_width + shape.width - of_last)
+    return left + N * shape.mlp_width * (2 * a + 16)
 
 
 @once
@@ -229,7 +241,7 @@ def recomputed_forward(load: Workload) -> int:
     """
     if not load.settings.weights_offload or load.shape.experts is not None:
         return 0
-    product = 0 if _needs_product(load) else load.shape.mlp_width
+    product = 0 if needs_product(load) else load.shape.mlp_width
     return layer_kept(load) + load.a * load.N * (product + 2 * load.shape.width)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from memtrain.memory.estimate.workload import Workload, once
+from memtrain.memory.model_shape.shape import Linear
 from memtrain.memory.plan.engine_kinds import shards_weights
+from memtrain.recipes.sections.model import Adapter
 
 
 @once
@@ -19,16 +22,23 @@ def adapter_kept(load: Workload) -> int:
     if adapter is None:
         return 0
     parts = load.shape.adapted(adapter)
-    kept = load.a * load.N * adapter.r * len(parts)
+    kept = kept_by(load, parts)
     if load.is_half and not rounded_adapters(load):
         kept += load.a * load.shape.num_adapter_per_layer(adapter)
+    return kept
+
+
+def kept_by(load: Workload, parts: Sequence[Linear]) -> int:
+    """Kept by the adapters of some maps: a*N*r each, what dropout leaves of x with its mask, and of DoRA the
+    outputs of map and adapter, for the gradient of the magnitudes."""
+    adapter = load.settings.adapter
+    assert adapter is not None, "Maps are adapted."
+    kept = load.a * load.N * adapter.r * len(parts)
     if adapter.dropout:
         mask = 1 if load.settings.device == "cuda" else load.a
         kept += (load.a + mask) * load.N * sum(part.num_inputs for part in parts)
     if adapter.kind == "dora":
-        # The outputs of the frozen map and of the adapter, for the gradient of the magnitudes.
-        outputs = sum(part.num_outputs for part in parts)
-        kept += load.a * load.N * max(0, 2 * outputs - load.shape.mlp_width)
+        kept += 2 * load.a * load.N * sum(part.num_outputs for part in parts)
     return kept
 
 
@@ -62,8 +72,12 @@ def rounded_adapters(load: Workload) -> int:
         return 0
     if load.batch.foreign is not None:  # Other tools' adapters are PEFT's.
         return 0
-    scale = adapter.alpha / (math.sqrt(adapter.r) if adapter.rslora else adapter.r)
-    is_plain = adapter.kind != "dora" and not adapter.dropout and math.frexp(scale)[0] == 0.5
-    if not is_plain or shards_weights(settings):
+    if not is_plain(adapter) or shards_weights(settings):
         return 0
     return load.a * (load.shape.num_adapter(adapter) - load.shape.num_stack_adapter(adapter))
+
+
+def is_plain(adapter: Adapter) -> bool:
+    """Whether an adapter's product is added to its map's output in one kernel (`rounded_adapters`)."""
+    scale = adapter.alpha / (math.sqrt(adapter.r) if adapter.rslora else adapter.r)
+    return adapter.kind != "dora" and not adapter.dropout and math.frexp(scale)[0] == 0.5

@@ -120,16 +120,17 @@ def experts_recomputed(load: Workload, kept: int, *, keeps_input: bool) -> int:
     """Bytes while experts multiply in a layer's recomputation, of `kept` by the whole layer: clamped ones at
     their product, adapted ones where the products of weights and adapters are added; 0 for others.
 
-    The tokens that enter are there in any case (`keeps_input`: as they were before they were copied, too),
-    and beside all the residual stream and the gradient that comes in.
+    At the clamps the tokens that enter are there in any case; at the products' sum only as they were before
+    they were copied (`keeps_input`: among what is kept). Beside all the residual stream and the gradient that
+    comes in.
     """
     if load.shape.experts is None or not load.settings.checkpoint_every:
         return 0
     boundary = load.a * load.N * load.shape.width
     copies = boundary * load.shape.experts.num_per_token
     # Where a stack is trained or adapted what enters it is among what the layer keeps.
-    held = kept + 2 * boundary + copies * (1 - keeps_entering(load))
-    made = clamped_forward(load)
+    held, clamped = kept + 2 * boundary, clamped_forward(load)
+    made = clamped + copies * (1 - keeps_entering(load)) if clamped else 0
     summed = 2 * copies + boundary * (1 - keeps_input) if stack_ranks(load).get("down_proj", 0) else 0
     return held + max(made, summed) if made or summed else 0
 

@@ -74,8 +74,7 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
         # Gradients are freed by bucket as their weights are stepped; a tied head's waits for the embedding's.
         bucket = backward_bucket(whole)
         at_step = largest_trained(settings, shape) * (load.a if trains_all else 4) + bucket
-        # The first of a layer is the last map's: a small one waits there.
-        first = load.a * trains_all * max(shape.largest_linear, stack_gradients(load)[0] // load.a)
+        first = _first_of_layer(load)
         in_last = waits + (first if first < bucket else 0)
         in_turn = in_last, waits + bucket, embedding
         return GradientBytes(0, waits, *in_turn, arriving, at_step, 0)
@@ -96,11 +95,22 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
     return GradientBytes(0, waiting, *in_turn, arriving, whole, 0, widens=widened // load.a)
 
 
+def _first_of_layer(load: Workload) -> int:
+    """Gradient of a layer's last map, the first to come where steps are inside the backward pass; 0 in
+    slices, whose sums wait."""
+    if load.settings.adapter is not None or load.settings.slice_tokens:
+        return 0
+    return max(load.a * load.shape.largest_linear, stack_gradients(load)[0])
+
+
 def _adapters_before_mlp(load: Workload) -> int:
-    """Gradients of a layer's adapters that are not there at its MLP's factors: of all maps but the last; 0
-    where another moment of the layer is the higher."""
+    """Gradients of a layer's adapters that are not there at its MLP's factors: of all maps but the last, or
+    of all where sums of slices are counted in their place; 0 where another moment of the layer is the
+    higher."""
     adapter, shape = load.settings.adapter, load.shape
-    if adapter is None or load.settings.slice_tokens or attention_backward(load) > mlp_backward(load):
+    if adapter is not None and load.settings.slice_tokens:
+        return 4 * adapter_of_layer(adapter, shape)
+    if adapter is None or attention_backward(load) > mlp_backward(load):
         return 0
     maps = (part for part in shape.adapted(adapter) if part.name == LAST)
     of_last = sum(adapter.r * (part.num_inputs + part.num_outputs) for part in maps)

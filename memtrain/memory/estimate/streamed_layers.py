@@ -8,18 +8,23 @@ from dataclasses import replace
 
 from memtrain.memory.estimate.activations import (
     attention_kept,
+    keeps_its_input,
     layer_boundary,
     layer_forward,
     layer_kept,
     mlp_backward,
+    mlp_output_backward,
+    needs_product,
     norm_kept,
     unpacking_backward,
     whole_scores,
     windows_backward,
 )
+from memtrain.memory.estimate.adapters import is_plain, kept_by
 from memtrain.memory.estimate.context_parallel import num_gathered_kv
 from memtrain.memory.estimate.experts import experts_backward, stack_gradients
 from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch
+from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.weights_offload import adapter_of_layer
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload, once
 
@@ -67,46 +72,70 @@ def streamed_backward(load: Workload) -> dict[str, int]:
 def _slice_backward(part: Workload, load: Workload, added: int) -> tuple[int, int]:
     """Of one slice of a load, a kernel's scratch apart from the rest (seen in traces).
 
-    In the MLP input, output and that one's gradient are no memory of its own; `added`: what its largest map
-    adds to the sum of its weight's gradient. Attention has no weights to add to.
+    In the MLP the gradient of its output is the row's, and so are keys, values and an input that the first
+    norm keeps; `added`: what its largest map adds to the sum of its weight's gradient, in half precision
+    before the gradient of its input is made. Attention has no weights to add to.
     """
     kept, _ = whole_scores(part)
-    made = max(mlp_backward(part), unpacking_backward(part)) + added
+    made = max(mlp_backward(part), unpacking_backward(part), _at_last_map(part) + added, _forward_end(part))
     if part.shape.experts is not None:
         # A stack's gradient is added to its sum, and gone, before the next is made.
         gradients = stack_gradients(part)
         made = max(made, experts_backward(part, layer_kept(part), *gradients, stays=False))
-    mlp = made - 3 * layer_boundary(part) - kept
+    of_row = (1 + keeps_its_input(part)) * layer_boundary(part) + 2 * part.a * part.N * part.shape.kv_width
+    mlp = made - of_row - kept
     attention = _slice_attention(part, load)
     kernel = flash_scratch(part) if attention + flash_scratch(part) > mlp else 0
     return max(mlp, attention + kernel) - kernel, kernel
 
 
+def _at_last_map(part: Workload) -> int:
+    """Bytes of one slice where the gradient of the MLP's last map is added to its sum."""
+    return layer_kept(part) + layer_boundary(part) if part.is_half else mlp_output_backward(part)
+
+
+def _forward_end(part: Workload) -> int:
+    """Bytes of one slice at the end of its recomputation, where the last map's adapter is PEFT's own: the
+    residual stream, that map's input and output, its adapter's product, and the same scaled; 0 elsewhere."""
+    adapter = part.settings.adapter
+    adapted = () if adapter is None else part.shape.adapted(adapter)
+    if adapter is None or is_plain(adapter) or LAST not in {map_.name for map_ in adapted}:
+        return 0
+    product = 0 if needs_product(part) else part.shape.mlp_width
+    return layer_kept(part) + part.a * part.N * (product + 5 * part.shape.width)
+
+
 def _slice_attention(part: Workload, load: Workload) -> int:
     """Bytes at the moment of attention's backward pass over one slice and one block of keys.
 
-    Kept: rotated queries, output and log-sum-exp, the norm before and its output; the slice's output and the
-    gradients of the residual stream and of attention's output. Gradients of queries are summed over blocks
-    of keys in float32: 4*n*Q, beside what one block gives. A CPU's kernel gives gradients of keys for every
-    query head before they are summed, a span at a time, and works on float32 copies of half-precision
-    numbers. Rows that look past their block of a window are copied.
+    Kept: rotated queries, output and log-sum-exp, the norm before and its output; the gradients of the
+    residual stream and of attention's output; the slice's input is the row's. Gradients of queries are
+    summed over blocks of keys in float32: 4*n*Q, beside what one block gives. A CPU's kernel gives gradients
+    of keys for every query head before they are summed, a span at a time. It and masked attention work on
+    float32 copies of half-precision numbers there. Rows that look past their block of a window are copied.
     """
     shape, n, a = part.shape, part.N, part.a
     Q, K = shape.query_width, shape.kv_width  # noqa: N806
     kept, _ = whole_scores(part)
     window = shape.sliding_window if windows_backward(load) else None
     held = attention_kept(part) - kept - 2 * a * n * K + norm_kept(part, shape.width, num_scales=1)
-    held += _maps_inputs(part) + a * n * (2 * shape.width + Q) + max(4, a) * n * Q
+    held += _maps_inputs(part) + a * n * (shape.width + Q) + max(4, a) * n * Q
+    held -= keeps_its_input(part) * layer_boundary(part)
     in_kernel = part.settings.attention == "torch_cpu"
-    wide = max(4, a) if in_kernel else a
-    held += n * wide * (Q + 2 * K) + 4 * n * (3 * Q + 2 * K) * (in_kernel and part.is_half)
+    # trainers/model/streamed/attention.py: parts of a row that nothing rounds before they are summed.
+    is_cut = n < load.N and part.settings.device == "cpu"
+    widens = part.is_half and (in_kernel or (is_cut and kept > 0))
+    wide = max(4, a) if in_kernel or widens else a
+    held += n * wide * (Q + 2 * K) + 4 * n * (3 * Q + 2 * K) * widens
 
     def of_layer(span: int, copies: int) -> int:
         """Bytes that layers of one kind hold besides."""
-        # Of one block of keys at a time: weights, their gradients and a product of the two; none is kept.
-        # Capped scores have a slope.
-        scores = (8 + a + 4 * shape.makes_scores) * span * span * shape.num_heads if kept else 0
-        return scores + 4 * span * wide * Q * in_kernel + copies
+        # Of one block of keys at a time: weights, their gradients and a product of the two, and the queries'
+        # gradients that it gives; none is kept. Capped scores have a slope.
+        scores = (8 + wide + 4 * shape.makes_scores) * span * span * shape.num_heads + span * wide * Q
+        # Of a kernel's calls the last one's results stay until those of the next are there.
+        results = 3 * Q + K * (K < Q) if span == n else 6 * Q
+        return scores * (kept > 0) + span * wide * results * in_kernel + copies
 
     copies = a * n * (3 * Q + 2 * K) if window else 0
     whole = of_layer(n, 0)
@@ -117,13 +146,13 @@ def _slice_attention(part: Workload, load: Workload) -> int:
 
 
 def _maps_inputs(part: Workload) -> int:
-    """Kept by the maps to queries, keys and values: their input, and the products with adapters."""
+    """Kept by the maps to queries, keys and values: their input, and what adapters keep."""
     adapter = part.settings.adapter
     if adapter is None:
         return layer_boundary(part)
     names = {"q_proj", "k_proj", "v_proj", "qkv_proj"}
-    adapted = sum(map_.name in names for map_ in part.shape.adapted(adapter))
-    return (layer_boundary(part) if adapted else 0) + part.a * part.N * adapter.r * adapted
+    adapted = [map_ for map_ in part.shape.adapted(adapter) if map_.name in names]
+    return (layer_boundary(part) if adapted else 0) + kept_by(part, adapted)
 
 
 def _sums(load: Workload) -> tuple[int, int]:

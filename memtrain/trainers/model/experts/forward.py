@@ -76,8 +76,11 @@ def experts_forward(self: Any, hidden_NW: Tensor, chosen_NK: Tensor, weight_NK: 
     x_SW = hidden_NW[order_S // num_k]
     name = "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj"
     up_SM = _product(self, name, x_SW, expert_S, ends_E)
+    # Where nothing is kept for a gradient, what entered a product makes room for what comes next.
+    del x_SW
     up_SM = self._apply_gate(up_SM) if name == "gate_up_proj" else self.act_fn(up_SM)
     out_SW = _product(self, "down_proj", up_SM, expert_S, ends_E)
+    del up_SM
     if getattr(self, "has_post_expert_norm", False):
         out_SW = self.post_expert_norm(out_SW)
     return combined(out_SW, weight_NK, order_S).to(hidden_NW.dtype)

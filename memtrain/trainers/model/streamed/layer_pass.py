@@ -144,12 +144,13 @@ class LayerPass:
                     self._restore_state(number, x_BTW)
                     with torch.enable_grad(), wide_products(is_cut and x_BTW.dtype in HALF):
                         x_BSW = x_BTW[:, part.begin : part.end].detach().requires_grad_(needs_dx)
-                        y_BSW = self._output_of(x_BSW, part, keys)
-                    torch.autograd.backward(y_BSW, dy_BTW[:, part.begin : part.end])
+                        # The output itself is let go, as that of a whole row.
+                        of_output = get_gradient_edge(self._output_of(x_BSW, part, keys))
+                    torch.autograd.backward(of_output, dy_BTW[:, part.begin : part.end])
                     if dx_BTW is not None:
                         assert x_BSW.grad is not None, "A layer's output depends on its input."
                         dx_BTW[:, part.begin : part.end] = x_BSW.grad
-                    del x_BSW, y_BSW
+                    del x_BSW, of_output
                 if shared is not None and keys.there is not None:
                     keys.return_gradients(shared)
                     self._backward_of_keys(x_BTW, keys, dx_BTW)
