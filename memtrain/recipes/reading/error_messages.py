@@ -66,6 +66,8 @@ def way_out(path: Path, annotation: Annotation, node: Node) -> str:
         return f"did you mean '{near[0]}'?"
     section = section_of(annotation)
     if section is not None:
+        if isinstance(node, Items) and (listed := _required_list(section)):
+            return f"write the list below a line `{listed}:` of `{key}:`"
         kind = _kind_in(section, value)
         return f"write {dotted(path)}.kind: {kind}" if kind else _section_for(section, value, str(key))
     reformed = _reformed(value, [base for base, _ in parts(annotation)])
@@ -87,6 +89,15 @@ def _section_for(section: type[Section], value: object, key: str) -> str:
     if type(value) in (int, str) and first and type(value) in [base for base, _ in parts(fields[first])]:
         return f"write {key}: {{{first}: {value}}}"
     return f"write its keys on the lines below `{key}:`"
+
+
+def _required_list(section: type[Section]) -> str | None:
+    """The first key of a section that must be given and takes a list: `functions` of rewards."""
+    fields = field_types(section)
+    return next(
+        (key for key, each in fields.items() if section.model_fields[key].is_required() and item_of(each)),
+        None,
+    )
 
 
 def _kind_in(section: type[Section], value: object) -> str | None:

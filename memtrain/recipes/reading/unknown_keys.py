@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memtrain.recipes.reading.field_types import every_key
@@ -23,12 +24,19 @@ class Unknown:
     meant: tuple[str, ...]
 
 
-def unknown_key(key: str, section: type[Section], path: Path, entry: object = None) -> Unknown:
-    """Message about a key that `section`, at `path`, does not have; `entry`: what stands there."""
+def unknown_key(
+    key: str, section: type[Section], path: Path, entry: object = None, below: Sequence[str] = ()
+) -> Unknown:
+    """Message about a key that `section`, at `path`, does not have; `entry`: its value; `below`: its keys."""
     shown, legal = dotted((*path, key)), list(section.model_fields)
     if section is Columns and entry in legal:
         fix = f"the key is memtrain's name, and your column's stands after it: `{entry}: {key}`"
         return Unknown(f"{shown}: unknown key", fix, ())
+    if key.isdecimal() and path and below and below[0] in legal:
+        name = dotted((*path, below[0]))
+        return Unknown(
+            f"{shown}: `{dotted(path)}` is no list here", f"leave the number out: `{name}`", (name,)
+        )
     here = dotted(tuple(part for part in (*path, key) if not isinstance(part, int)))
     old = IN_SECTION.get(here) or RENAMED_KEYS.get(key) or RENAMED_KEYS.get(key.lower().replace("-", "_"))
     if old is not None:
@@ -45,8 +53,9 @@ def unknown_key(key: str, section: type[Section], path: Path, entry: object = No
     other = difflib.get_close_matches(key.lower(), RENAMED_KEYS, n=1, cutoff=0.8)
     if other and _likeness(key, other[0]) > max((_likeness(key, one) for one in (*near, *leaves)), default=0):
         advice = RENAMED_KEYS[other[0]]
-        suggestion = advice if advice.startswith("remove") else f"the key here is {advice}"
-        fix = f"did you mean '{other[0]}'? {suggestion[0].upper()}{suggestion[1:]}"
+        fix = (
+            f"did you mean '{other[0]}'? R{advice[1:]}" if advice.startswith("remove") else f"write {advice}"
+        )
         return Unknown(f"{shown}: unknown key", fix, tuple(re.findall(r"`([\w.]+)", advice)))
     if near:
         return _did_you_mean(shown, near, [dotted((*path, name)) for name in near])

@@ -173,8 +173,11 @@ class _Checked:
                     # Advice is a search over every key: past what is told of one recipe there is none.
                     is_reported = len(self.faults.found) < MOST_FAULTS
                     given = entry.node.value if isinstance(entry.node, Leaf) else None
+                    below = list(entry.node.entries) if isinstance(entry.node, Mapping) else []
                     unknown = (
-                        unknown_key(key, section, path, given) if is_reported else Unknown(NOT_SHOWN, "", ())
+                        unknown_key(key, section, path, given, below)
+                        if is_reported
+                        else Unknown(NOT_SHOWN, "", ())
                     )
                     self.faults.add(unknown.what, entry.place, unknown.fix)
                     self.meant.update(unknown.meant)

@@ -97,18 +97,30 @@ def test_capitals_and_dashes_do_not_hide_an_old_spelling():
 
 
 @pytest.mark.parametrize(
-    ("key", "old", "ours"),
+    ("key", "ours"),
     [
-        ("learning_rat", "learning_rate", "optim.lr"),
-        ("max_seq_lenght", "max_seq_length", "length.max_length"),
-        ("gradient_acumulation_steps", "gradient_accumulation_steps", "train.batch_size"),
-        ("output_dirr", "output_dir", "run_dir"),
+        ("learning_rat", "optim.lr"),
+        ("max_seq_lenght", "length.max_length"),
+        ("gradient_acumulation_steps", "train.batch_size"),
+        ("output_dirr", "run_dir"),
+        ("quantization", "model.quantize"),
     ],
 )
-def test_a_misspelt_old_spelling_leads_to_our_key(key: str, old: str, ours: str):
+def test_a_misspelt_old_spelling_leads_to_our_key(key: str, ours: str):
     found = unknown_key(key, Recipe, ())
-    assert f"did you mean '{old}'?" in found.fix
-    assert f"`{ours}`" in found.fix
+    assert found.fix.startswith(f"write `{ours}`")
+    assert found.meant == (ours,)
+
+
+@pytest.mark.parametrize(
+    ("key", "below", "ours"),
+    [("0", ["limit"], "data.train.limit"), ("1", ["weight"], "data.train.weight")],
+)
+def test_a_number_where_no_list_stands_leads_to_the_key_without_it(key: str, below: list[str], ours: str):
+    train = section_of(item_of(follow(Recipe, ("data", "train"))[1]))
+    assert train is not None
+    found = unknown_key(key, train, ("data", "train"), below=below)
+    assert found.fix == f"leave the number out: `{ours}`"
     assert found.meant == (ours,)
 
 
