@@ -24,7 +24,7 @@ from memtrain.trainers.model.experts.forward import is_experts, stacks_of
 from memtrain.trainers.model.heads.backbone import backbone_of
 from memtrain.trainers.model.loading.adapter_targets import check_quantized, check_targets
 from memtrain.trainers.model.loading.load import AUTO, check_config, refuse_random_in_bits
-from memtrain.trainers.model.loading.locate import built, make_config
+from memtrain.trainers.model.loading.locate import built, make_config, unknown_model, unknown_type
 from memtrain.trainers.model.loading.weight_files import check_weights
 
 SPARE_POSITIONS = 16
@@ -41,6 +41,9 @@ def count_model(config: Mapping[str, Any], head: str = "lm") -> tuple[Counts | N
         return (*_counted(_key(config), head), "")
     # What a class of transformers raises over a configuration it does not like has no common kind.
     except Exception as error:
+        if "model_type" in config and unknown_type(str(config["model_type"])) is not None:
+            fault = unknown_model(config, "model.path")
+            return None, {}, f"no run of it can start here: {fault.faults[0].what}"
         return None, {}, f"transformers cannot build it ({type(error).__name__}: {words_of(error)})"
 
 

@@ -1,0 +1,25 @@
+"""Why a model could not be counted stands in the note of its shape."""
+
+import pytest
+
+from memtrain.trainers.model.loading.module_shapes import counted_shape
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize("own", [{}, {"auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}}])
+def test_a_type_that_transformers_does_not_know_is_planned_with_the_note_that_no_run_can_start(
+    own: dict[str, object],
+):
+    shape = counted_shape({"model_type": "mynewmodel", **SIZES, **own})
+    assert shape.counts is None
+    assert "no run of it can start here: transformers " in shape.note
+    assert "does not know mynewmodel models" in shape.note
+    assert ("comes with its own code" in shape.note) is bool(own)
+    assert "Error" not in shape.note
