@@ -111,7 +111,8 @@ def _chunked_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int
 
     A head that is frozen, in float32, or smaller than a tile: gradients are formed in the forward pass, and
     d_hidden (a*S*W) with d_weight (4*V*W) is kept. Otherwise the backward pass forms the tiles again, columns
-    outer: 4*S*W for d_hidden, a*V*W for d_weight, and the tile's budget again for the sums of K columns.
+    outer: 4*S*W for d_hidden, a*V*W for d_weight, and the tile's budget again for the sums of K columns, or
+    a*S*W for d_hidden as it is rounded.
     """
     shape, a, S, tile_bytes = load.shape, load.a, load.S, load.settings.loss_tile_bytes  # noqa: N806
     V, W = shape.vocab_size, shape.width  # noqa: N806
@@ -131,7 +132,9 @@ def _chunked_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int
     R = min(S, tile_tokens(tile_bytes, columns, 2 * (1 + shape.logit_softcap)))  # noqa: N806
     tile = 4 * R * columns * (1 + shape.logit_softcap)
     block = 4 * columns * W
-    backward = 4 * S * W + a * V * W + block + tile + _beside_a_tile(load, R, columns, block)
+    # When all tiles are through the float32 sums and what they are rounded to are there at once.
+    beside = max(block + _beside_a_tile(load, R, columns, block), a * S * W)
+    backward = 4 * S * W + a * V * W + tile + beside
     forward = scored[1] + _widened(load, scored[0], V)
     return 0, forward, backward, forward
 
