@@ -149,6 +149,7 @@ def _rows(reading: ToolReading) -> None:
     ]
     if sources:
         reading.set_recipe("data.train", sources)
+    _trained_roles(reading)
     held = [_source(reading, one) for one in _listed(reading.get("test_datasets"))]
     share = reading.get("val_set_size")
     if held:
@@ -174,6 +175,25 @@ def _rows(reading: ToolReading) -> None:
     elif reading.get("chat_template") not in (None, "tokenizer_default", "jinja"):
         reading.lose(
             "chat_template", "the tokenizer's own template is taken; `model.chat_template` names a Jinja file"
+        )
+
+
+def _trained_roles(reading: ToolReading) -> None:
+    """Conversations are trained on assistants' turns, unless inputs or other roles are asked for.
+
+    Source: axolotl, prompt_strategies/chat_template.py, StrategyLoader (`roles_to_train`, `train_on_inputs`).
+    """
+    listed = [
+        cast(Mapping[str, Any], one) for one in _listed(reading.get("datasets")) if isinstance(one, Mapping)
+    ]
+    roles = [one.get("roles_to_train", ["assistant"]) for one in listed if "chat" in str(one.get("type", ""))]
+    if not roles or reading.method != "sft" or reading.get("train_on_inputs"):
+        return
+    if all(_listed(one) == ["assistant"] for one in roles):
+        reading.set_trl("assistant_only_loss", True, "datasets")
+    else:
+        reading.lose(
+            "datasets", "roles_to_train: `data.assistant_only_loss` trains on assistants' turns alone"
         )
 
 

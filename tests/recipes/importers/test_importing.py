@@ -449,3 +449,22 @@ def test_the_head_is_left_out_of_what_is_trained_on_quantized_weights_and_listed
     assert adapter is not None
     assert (adapter.target_modules, adapter.modules_to_save) == (("q_proj",), ("embed_tokens",))
     assert sum("lm_head is left out" in line for line in made.notes) == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "is_masked"),
+    [
+        ("", True),
+        ("    roles_to_train: [assistant]\n", True),
+        ("    roles_to_train: [user, assistant]\n", None),
+        ("train_on_inputs: true\n", False),
+    ],
+)
+def test_conversations_of_axolotl_are_trained_on_assistants_turns(tmp_path, written, is_masked):
+    """Its default; every turn was trained on, and nothing said so."""
+    path = tmp_path / "a.yaml"
+    given = f"base_model: some/model\ndatasets:\n  - path: some/rows\n    type: chat_template\n{written}"
+    path.write_text(given)
+    made = import_config(read_foreign(str(path)))
+    assert ("assistant_only_loss: true" in made.text) == (is_masked is True)
+    assert any("roles_to_train" in note for note in made.notes) == (is_masked is None)
