@@ -305,7 +305,7 @@ STREAMED = {
     "streamed, LoRA with dropout": streamed(LLAMA, {"adapter": Adapter(r=8, dropout=0.1)} | HALF),
     "streamed, DoRA": streamed(QWEN, {"adapter": DORA} | HALF),
     "streamed, a large vocabulary": replace(
-        streamed(LLAMA | {"vocab_size": 16384, "num_key_value_heads": 1}, {"loss_tile_bytes": 2**20} | HALF),
+        streamed(LLAMA | {"vocab_size": 16384, "num_key_value_heads": 1}, {"loss_tile_bytes": 2**21} | HALF),
         batch=HeaviestBatch(rows=1, tokens=16384, scored_tokens=16384, longest=16384),
     ),
     "streamed, wide": streamed(QWEN | WIDE | {"num_key_value_heads": 4}, HALF),
