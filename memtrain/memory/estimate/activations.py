@@ -210,15 +210,15 @@ def mlp_backward(load: Workload) -> int:
         clamped = layer_kept(load) + a * N * shape.width + clamped_forward(load)
         of_experts = max(experts_backward(load, layer_kept(load)), clamped)
     if shape.num_expert_layers == shape.num_layers:
-        return of_experts + _in_float(load, 16 * N * widest_mlp(load))
+        return of_experts + _scales_in_float(load) * 16 * N * widest_mlp(load)
+    if _scales_in_float(load):
+        return max(_magnitudes_backward(load), of_experts)
     if load.settings.liger:
         # Where the last map is adapted, gradients of its two products and their sum; its input is gone.
         factors = 1 + (load.settings.adapter is not None and needs_product(load))
     else:
-        factors = 2 + (not needs_product(load) and (load.is_fused or not _adapts(load, "down_proj")))
+        factors = 2 + (not needs_product(load) and (load.is_fused or not adapts(load, "down_proj")))
     made = a * N * (shape.width + factors * shape.mlp_width)
-    if _in_float(load, 1):
-        return max(_magnitudes_backward(load), of_experts)
     return max(layer_kept(load) + made, of_experts)
 
 
@@ -227,7 +227,7 @@ def _magnitudes_backward(load: Workload) -> int:
     kept is gone, and so are the factors but for the gate; gradients of both factors and of the residual
     stream are there, and the output, its gradient and two products in float32."""
     shape, N, a = load.shape, load.N, load.a
-    of_last = 2 * shape.width * _adapts(load, "down_proj")
+    of_last = 2 * shape.width * adapts(load, "down_proj")
     left = layer_kept(load) - mlp_kept(load) + a * N * (shape.mlp_width + shape.width - of_last)
     return left + N * shape.mlp_width * (2 * a + 16)
 
@@ -310,10 +310,9 @@ def whole_scores(load: Workload) -> tuple[int, int]:
 def layer_forward(load: Workload) -> int:
     """Most that one layer holds in a pass without gradients, with the embeddings and the residual stream."""
     shape, N, a = load.shape, load.N, load.a
-    adapted = 1 if _adapts(load, "up_proj", "gate_up_proj") else 0
-    mlp = a * N * (4 * shape.width + (3 + adapted) * shape.mlp_width) + _in_float(
-        load, 8 * N * shape.mlp_width
-    )
+    adapted = 1 if adapts(load, "up_proj", "gate_up_proj") else 0
+    mlp = a * N * (4 * shape.width + (3 + adapted) * shape.mlp_width)
+    mlp += _scales_in_float(load) * 8 * N * shape.mlp_width
     attention = a * N * (3 * shape.width + 3 * shape.query_width + 3 * shape.kv_width)
     attention += gathered_forward(load)
     if load.settings.attention == "masked":
@@ -365,10 +364,11 @@ def positions_and_mask(load: Workload) -> int:
     return cosines + 16 * blocks**2 + 20 * load.N
 
 
-def _in_float(load: Workload, num_bytes: int) -> int:
-    """DoRA scales outputs by float32 magnitudes, so its products are float32 for a moment."""
+def _scales_in_float(load: Workload) -> bool:
+    """Whether DoRA scales half-precision outputs by float32 magnitudes: its products are float32 for a
+    moment."""
     adapter = load.settings.adapter
-    return num_bytes if adapter is not None and adapter.kind == "dora" and load.is_half else 0
+    return adapter is not None and adapter.kind == "dora" and load.is_half
 
 
 @once
@@ -387,11 +387,11 @@ def _keeps_input(load: Workload, *names: str) -> bool:
     if load.settings.quantize == "8bit" and not packs_itself(load.settings):
         return True
     adapter = load.settings.adapter
-    return adapter is not None and not adapter.dropout and _adapts(load, *names)
+    return adapter is not None and not adapter.dropout and adapts(load, *names)
 
 
 @once
-def _adapts(load: Workload, *names: str) -> bool:
+def adapts(load: Workload, *names: str) -> bool:
     """Whether any of the maps is adapted; any map at all where a family's names are its own."""
     adapter, is_counted = load.settings.adapter, load.shape.counts is not None
     return adapter is not None and any(is_counted or p.name in names for p in load.shape.adapted(adapter))

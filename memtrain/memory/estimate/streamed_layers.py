@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memtrain.memory.estimate.activations import (
+    adapts,
     attention_kept,
     keeps_its_input,
     layer_boundary,
@@ -98,8 +99,7 @@ def _forward_end(part: Workload) -> int:
     """Bytes of one slice at the end of its recomputation, where the last map's adapter is PEFT's own: the
     residual stream, that map's input and output, its adapter's product, and the same scaled; 0 elsewhere."""
     adapter = part.settings.adapter
-    adapted = () if adapter is None else part.shape.adapted(adapter)
-    if adapter is None or is_plain(adapter) or LAST not in {map_.name for map_ in adapted}:
+    if adapter is None or is_plain(adapter) or not adapts(part, LAST):
         return 0
     product = 0 if needs_product(part) else part.shape.mlp_width
     return layer_kept(part) + part.a * part.N * (product + 5 * part.shape.width)
