@@ -33,7 +33,8 @@ from result_files import write_result
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from memtrain.memory.estimate.activations import layer_boundary, positions_and_mask
+from memtrain.memory.estimate.activations import layer_boundary
+from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.streamed_layers import KEYS, ROW, streamed_backward
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import shape_of

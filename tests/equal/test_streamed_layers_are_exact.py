@@ -367,14 +367,16 @@ def test_a_streamed_layers_input_has_left_when_the_next_layer_is_at_work(
 
     for layer in model.model.layers:
         layer.register_forward_pre_hook(note_input)
-    handles = [layer.mlp.register_forward_pre_hook(note_there) for layer in model.model.layers]
+    modules = [*(layer.mlp for layer in model.model.layers), model.lm_head]
+    handles = [module.register_forward_pre_hook(note_there) for module in modules]
     layout = ROWS["packed"]
     ids = torch.randint(0, 128, (1, layout.num_tokens))
     out = model(input_ids=ids, position_ids=layout.position_ids, layout=layout, use_cache=False).logits
     for handle in handles:
         handle.remove()
     # The model's own forward pass holds the embeddings, the first layer's input, to its end.
-    assert {tuple(found) for found in there} == {(0,), (0, 1), (0, 2), (0, 3)}
+    assert {tuple(found) for found in there[:-1]} == {(0,), (0, 1), (0, 2), (0, 3)}
+    assert there[-1] == [], "The loss stands beside no layer's input."
     out.sum().backward()
 
 

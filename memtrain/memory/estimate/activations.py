@@ -23,12 +23,9 @@ from memtrain.memory.estimate.experts import (
     experts_recomputed,
     widest_mlp,
 )
-from memtrain.memory.estimate.flash_scratch import FLEX, flash_scratch
+from memtrain.memory.estimate.flash_scratch import flash_scratch
 from memtrain.memory.estimate.quantized import packs_itself, unpacked
 from memtrain.memory.estimate.workload import Workload, once
-
-MASK_BLOCK = 128
-"""Tokens of a block of flex attention's mask."""
 
 
 def norm_kept(load: Workload, width: int, *, num_scales: int) -> int:
@@ -342,26 +339,6 @@ def _last_norm_backward(load: Workload) -> int:
     if not load.is_half:
         return norm_backward(load)
     return load.N * load.shape.width * (load.a + 20 - 4 * load.trains_all)
-
-
-@once
-def positions_and_mask(load: Workload) -> int:
-    """Tables that a pass makes once for all layers: cosines and sines, and the masks of some back ends.
-
-    A block mask is four tables of int32 [N / 128, N / 128], two by queries and two by keys, and the number of
-    each token's segment and prompt. Counted in trainers/model/attention/flex.py.
-    """
-    family = load.shape.family
-    each = 4 if family.rotary_in_float else load.a
-    cosines = 2 * each * load.N * load.shape.head_dim * family.num_rotary
-    if load.settings.attention == "transformers" and load.settings.device == "cuda":
-        # A causal mask of each padded row, as it is made and in the precision of the scores.
-        rows = load.batch.rows
-        return cosines + rows * (load.N // rows) ** 2 * (1 + load.a) if rows > 1 else cosines
-    if load.settings.attention != FLEX:
-        return cosines
-    blocks = -(-load.N // MASK_BLOCK)
-    return cosines + 16 * blocks**2 + 20 * load.N
 
 
 def _scales_in_float(load: Workload) -> bool:

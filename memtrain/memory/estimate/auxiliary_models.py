@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from memtrain.memory.estimate.activations import layer_forward, norm_kept, positions_and_mask
+from memtrain.memory.estimate.activations import layer_forward, norm_kept
+from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.sharded.sharding import gathered, share
 from memtrain.memory.estimate.static import gradient_bytes, static_bytes, weights_bytes
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload

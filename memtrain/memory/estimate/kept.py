@@ -10,9 +10,9 @@ from memtrain.memory.estimate.activations import (
     layer_boundary,
     layer_kept,
     norm_kept,
-    positions_and_mask,
 )
 from memtrain.memory.estimate.experts import widest_mlp
+from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.workload import Workload, once
 
 
@@ -76,9 +76,10 @@ def kept(load: Workload) -> Kept:
 def _kept_streamed(load: Workload) -> Kept:
     """The same where every layer goes over the row in slices: its input is all that it keeps.
 
-    What waits on the host is there while it is used; the last that left stays until then.
+    What waits on the host is there while it is used.
     """
     settings, count = load.settings, load.shape.num_layers
     boundary, tables = layer_boundary(load), positions_and_mask(load)
-    stay = count if settings.offload == "none" else min(count, settings.offload_keep + 1)
-    return Kept(stay * boundary + tables, 0, boundary + tables, stay * boundary + tables)
+    stay = count if settings.offload == "none" else min(count, settings.offload_keep)
+    everything = max(1, stay) * boundary + tables
+    return Kept(everything, 0, boundary + tables, stay * boundary + tables)

@@ -17,7 +17,6 @@ from memtrain.memory.estimate.activations import (
     mlp_output_backward,
     norm_backward,
     norm_kept,
-    positions_and_mask,
     scratch_at_peak,
 )
 from memtrain.memory.estimate.adapters import rounded_adapters
@@ -30,6 +29,7 @@ from memtrain.memory.estimate.gradients import GradientBytes, gradients_in_order
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.kept import kept, kept_bytes
 from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
+from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
 from memtrain.memory.estimate.sharded.zero import (
     TO_SAVE,

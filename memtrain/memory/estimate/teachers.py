@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from memtrain.memory.estimate.activations import positions_and_mask
+from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.sharded.sharding import GATHERED, gathered, groups
 from memtrain.memory.estimate.static import reference_bytes
 from memtrain.memory.estimate.streamed_layers import forward_of_layer

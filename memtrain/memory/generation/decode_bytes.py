@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memtrain.memory.estimate.activations import positions_and_mask
 from memtrain.memory.estimate.peaks import phase_peak
+from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.sharded.zero import TO_SAVE
 from memtrain.memory.estimate.streamed_layers import forward_of_layer
 from memtrain.memory.estimate.weights_offload import away

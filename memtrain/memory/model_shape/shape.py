@@ -27,6 +27,7 @@ from memtrain.memory.model_shape.layer_parts import (
     Linear,
     stack_rank,
 )
+from memtrain.memory.model_shape.length_rules import ROTARY, length_rules
 from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
 
 
@@ -65,6 +66,8 @@ class ModelShape:
     """Counts from the modules of a model whose family has no formula here; None where the formulas hold."""
     ends_in: Literal["lm", "score"] = "lm"
     """The LM head, or one number for a sequence."""
+    angles_follow_rows: bool = False
+    """Rotary positions depend on the length of the row."""
 
     @property
     def query_width(self) -> int:
@@ -357,6 +360,7 @@ def shape_of(
         or (counts is not None and counts.is_eager),
         hidden_dropout=bool(known.get("hidden_dropout")),
         counts=counts,
+        angles_follow_rows=any(rule.kind in ROTARY for rule in length_rules(known)),
     )
 
 

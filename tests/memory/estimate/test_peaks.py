@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from memtrain.memory.estimate.activations import layer_kept, positions_and_mask
+from memtrain.memory.estimate.activations import layer_kept
 from memtrain.memory.estimate.peaks import PHASES, estimate, step_moments
+from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.static import (
     COMMUNICATION_BYTES,
     gradient_bytes,

@@ -21,11 +21,11 @@ from memtrain.memory.estimate.activations import (
     layer_kept,
     norm_backward,
     norm_kept,
-    positions_and_mask,
 )
 from memtrain.memory.estimate.experts import stacks_backward
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.kept import Kept
+from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.sharded.sharding import GATHERED, Group, Groups, groups
 from memtrain.memory.estimate.static import gradient_bytes, trains_head
 from memtrain.memory.estimate.streamed_layers import (

@@ -78,11 +78,11 @@ def apply_checkpointing_and_offload(
         )
     offloader = Offloader(
         engine or engine_for(settings),
-        keep_last=KEEP_LAST[settings.offload],
+        # A streamed layer takes long, and the input of a long row is much to hold beside the loss.
+        keep_last=0 if settings.slice_tokens else KEEP_LAST[settings.offload],
         keeps=is_part_of(model),
         disk=disk_of(settings),
         host_limit_bytes=settings.offload_host_bytes or 0,
-        # A streamed layer takes long, and the input of a long row is much to hold beside it.
         fetches_ahead=not settings.slice_tokens,
         recompute=plain,
     )

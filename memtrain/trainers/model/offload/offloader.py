@@ -86,8 +86,8 @@ class Offloader:
     Backward passes mostly need them in the reverse order, and the one before is fetched while one is used.
     That is a hint only: any order, several graphs at once, and repeated backward passes are right too. At
     most `keep_last` storages stay on the device for their copy's sake: the last ones, which are needed
-    first. With a `disk`, the host holds at most `host_limit_bytes`: the oldest, which are needed last, go
-    to files.
+    first. With 0 a node's storage leaves when the node's pass is through. With a `disk`, the host holds at
+    most `host_limit_bytes`: the oldest, which are needed last, go to files.
     """
 
     def __init__(
@@ -143,12 +143,14 @@ class Offloader:
         """Context of a node of autograd's graph that saves `tensor`: its copy starts at once.
 
         A custom function's tensors are packed when its forward pass is through. Without this the copy would
-        start then, and hold the tensor through the next node's pass.
+        start then, and hold the tensor through the next node's pass. At the end, when the node's own pass has
+        long hidden the copy, the device's memory is let go down to `keep_last` storages.
         """
-        begun = self._block_of(tensor) if self._is_worth_it(tensor) else None
+        begun = self._block_of(tensor, keep=max(1, self._keep_last)) if self._is_worth_it(tensor) else None
         with self.hooks():
             yield
         del begun
+        self._retire_all_but(self._keep_last)
 
     # Forward: out.
 
@@ -170,8 +172,10 @@ class Offloader:
             and not self._keeps(tensor)
         )
 
-    def _block_of(self, tensor: Tensor) -> Block:
-        """The block of the tensor's storage: a new one unless these very contents are offloaded already."""
+    def _block_of(self, tensor: Tensor, keep: int | None = None) -> Block:
+        """The block of the tensor's storage: a new one unless these very contents are offloaded already.
+
+        `keep`: storages that stay on the device, in place of `keep_last`."""
         source = StorageWeakRef(tensor.untyped_storage())
         key = (source.cdata, tensor._version)
         known = self._known.get(key)
@@ -186,10 +190,13 @@ class Offloader:
         reference = weakref.ref(block)
         block.previous, self._newest, self._known[key] = self._newest, reference, reference
         self._leaving.append(reference)
-        while len(self._leaving) > self._keep_last:
-            self._retire(self._leaving.popleft()())
+        self._retire_all_but(self._keep_last if keep is None else keep)
         self._spill(reference)
         return block
+
+    def _retire_all_but(self, keep: int) -> None:
+        while len(self._leaving) > keep:
+            self._retire(self._leaving.popleft()())
 
     def _retire(self, block: Block | None) -> None:
         """Let go of the device memory of a block that nobody has fetched back."""

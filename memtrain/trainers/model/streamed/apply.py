@@ -14,6 +14,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.streamed.layer_pass import FIX, run_streamed
 from memtrain.trainers.model.streamed.layer_weights import LayerWeights, Turn
+from memtrain.trainers.model.streamed.row_angles import (
+    RotaryForward,
+    rotary_embeddings,
+    with_whole_angles,
+)
 from memtrain.trainers.model.streamed.row_pass import row_of
 from memtrain.trainers.model.streamed.row_slices import slices_of
 from memtrain.trainers.model.streamed.tokenwise import TokenwiseForward
@@ -52,6 +57,8 @@ class StreamedForward:
         rows = (row_of(argument) for argument in arguments.values())
         layout = next((row for row in rows if row is not None), None)
         slices = slices_of(layout, self.slice_tokens) if layout is not None and self.slice_tokens else ()
+        if not slices:
+            arguments = with_whole_angles(arguments)
         if not slices and self.turn is None:
             return self.plain(x_BTW, *others, **arguments)
         if others and slices:
@@ -61,6 +68,10 @@ class StreamedForward:
             return run_streamed(
                 self.layer, self.plain, x_BTW, arguments, others, slices=slices, turn=self.turn
             )
+
+
+Streamed = StreamedForward | TokenwiseForward | RotaryForward
+"""Forward passes that stand in a module's instance."""
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -76,7 +87,8 @@ def stream_layers(
     keep: int = 0,
     weights: LayerWeights | None = None,
 ) -> None:
-    """Run all decoder layers of `model`, and the norm after them, in slices, with and without gradients.
+    """Run all decoder layers of `model`, the norm after them, and their rotary positions in slices, with and
+    without gradients.
 
     `leaving` surrounds the saving of the layers' inputs, but for those of the last `keep` layers. A second
     call replaces the first; 0 tokens: layers run as their class has them, or in one piece with their
@@ -89,10 +101,11 @@ def stream_layers(
         raise LaunchError(
             f"the layers of {type(model).__name__} cannot be streamed", "memory.streamed_layers", FIX
         )
-    norms = final_norms(model, layers)
-    for module in (*layers, *norms):
+    holders = holders_of(model, layers)
+    norms, rotary = final_norms(holders), rotary_embeddings(holders)
+    for module in (*layers, *norms, *rotary):
         own = vars(module).get("forward")
-        if isinstance(own, StreamedForward | TokenwiseForward):
+        if isinstance(own, Streamed):
             del module.forward
             if own.before is not None:
                 module.forward = own.before
@@ -100,6 +113,8 @@ def stream_layers(
         return
     for norm in norms if slice_tokens else ():
         norm.forward = TokenwiseForward(norm, slice_tokens, vars(norm).get("forward"))
+    for embedding in rotary if slice_tokens else ():
+        embedding.forward = RotaryForward(embedding, slice_tokens, vars(embedding).get("forward"))
     for number, layer in enumerate(layers):
         own_leaving = leaving if number < len(layers) - keep else nullcontext
         # The instance's attribute goes before the class's method; hooks of the module stay around it.
@@ -110,11 +125,7 @@ def stream_layers(
 @contextmanager
 def other_slices(model: nn.Module, slice_tokens: int) -> Iterator[None]:
     """Context in which the streamed parts of `model` use slices of another length; with 0 one piece."""
-    streamed = [
-        own
-        for module in model.modules()
-        if isinstance(own := vars(module).get("forward"), StreamedForward | TokenwiseForward)
-    ]
+    streamed = [own for module in model.modules() if isinstance(own := vars(module).get("forward"), Streamed)]
     before = [own.slice_tokens for own in streamed]
     try:
         for own in streamed:
@@ -125,14 +136,18 @@ def other_slices(model: nn.Module, slice_tokens: int) -> Iterator[None]:
             own.slice_tokens = tokens
 
 
-def final_norms(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """The norm after the layers, by the names that transformers gives it; none where it has another."""
+def holders_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that hold a list of decoder layers: backbones."""
     own = set(map(id, layers))
-    holders = [
+    return [
         module
         for module in model.modules()
         if any(isinstance(child, nn.ModuleList) and own & set(map(id, child)) for child in module.children())
     ]
+
+
+def final_norms(holders: Sequence[nn.Module]) -> list[nn.Module]:
+    """The norm after the layers, by the names that transformers gives it; none where it has another."""
     return [
         norm
         for holder in holders

@@ -29,6 +29,7 @@ from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout
 from memtrain.trainers.model.streamed.layer_keys import KeysKnown, LayerKeys, SliceLayout
 from memtrain.trainers.model.streamed.layer_weights import Turn
 from memtrain.trainers.model.streamed.random_state import drops, own_states, random_states, restored
+from memtrain.trainers.model.streamed.row_angles import RowAngles
 from memtrain.trainers.model.streamed.row_pass import RowPass
 from memtrain.trainers.model.streamed.row_slices import RowSlice
 from memtrain.trainers.model.streamed.weight_sums import WeightSums, trained_weights
@@ -313,6 +314,8 @@ def _sliced(name: str, value: Any, own: SliceLayout) -> Any:
         return own
     if isinstance(value, RowPass) and value.row is not None:
         return value.of_slice(own)
+    if isinstance(value, RowAngles):
+        return value.of(part.begin, part.end)
     if isinstance(value, tuple | list) and any(isinstance(one, Tensor) for one in cast(Sequence[Any], value)):
         return tuple(_sliced(name, one, own) for one in cast(Sequence[Any], value))
     if not isinstance(value, Tensor):

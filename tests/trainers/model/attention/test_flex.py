@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from memtrain.memory.estimate.activations import MASK_BLOCK
+from memtrain.memory.estimate.positions import MASK_BLOCK
 from memtrain.trainers.model.attention.flex import BLOCK, attend, block_mask_of
 from memtrain.trainers.model.attention.masked import attend as attend_masked
 from memtrain.trainers.model.attention.masked import mask_of

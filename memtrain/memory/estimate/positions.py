@@ -1,0 +1,34 @@
+"""Memory of what a pass makes once for all layers: rotary positions, and the masks of some back ends."""
+
+# N tokens of a micro-batch, a bytes of an activation.
+
+from __future__ import annotations
+
+from memtrain.memory.estimate.flash_scratch import FLEX
+from memtrain.memory.estimate.workload import Workload, once
+
+MASK_BLOCK = 128
+"""Tokens of a block of flex attention's mask."""
+
+
+@once
+def positions_and_mask(load: Workload) -> int:
+    """Cosines and sines, and a mask.
+
+    Layers in slices have a slice's cosines and sines (trainers/model/streamed/row_angles.py), but where these
+    follow the length of the row. A block mask is four tables of int32 [N / 128, N / 128], two by queries and
+    two by keys, and the number of each token's segment and prompt (trainers/model/attention/flex.py).
+    """
+    family = load.shape.family
+    each = 4 if family.rotary_in_float else load.a
+    is_cut = load.settings.slice_tokens and not load.shape.angles_follow_rows
+    tokens = min(load.settings.slice_tokens, load.N) if is_cut else load.N
+    cosines = 2 * each * tokens * load.shape.head_dim * family.num_rotary
+    if load.settings.attention == "transformers" and load.settings.device == "cuda":
+        # A causal mask of each padded row, as it is made and in the precision of the scores.
+        rows = load.batch.rows
+        return cosines + rows * (load.N // rows) ** 2 * (1 + load.a) if rows > 1 else cosines
+    if load.settings.attention != FLEX:
+        return cosines
+    blocks = -(-load.N // MASK_BLOCK)
+    return cosines + 16 * blocks**2 + 20 * load.N
