@@ -261,12 +261,19 @@ def test_a_rule_that_a_word_of_the_command_line_breaks_is_told_there(
 ):
     text = (folder / "my.yaml").read_text()
     (folder / "my.yaml").write_text(text + "train: {max_steps: 2}\n")
+    number = len(text.splitlines()) + 1
     assert main(["check", "my.yaml", "train.epochs=1"]) == 2
     assert capsys.readouterr().err == (
         "error: the length of the run is set twice\n"
         "   at: from the command line: `train.epochs=1`\n"
-        "  try: set train.epochs or train.max_steps, not both\n"
+        "  try: set train.epochs or train.max_steps, not both: add `train.max_steps=null`, which takes away "
+        f"what my.yaml:{number}:9 sets\n"
     )
+    with_both = ["train.epochs=1", "train.max_steps=null"]
+    assert main(["check", "my.yaml", *with_both]) == 0
+    capsys.readouterr()
+    assert main(["check", "my.yaml", "train.max_steps=null", "train.epochs=1", "train.max_steps=3"]) == 2
+    assert "  try: set train.epochs or train.max_steps, not both\n" in capsys.readouterr().err
 
 
 def test_a_fault_of_many_rows_is_told_once_with_their_number(

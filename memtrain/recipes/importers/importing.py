@@ -211,7 +211,7 @@ def import_config(
     """The recipe of a configuration. `output`: the file that it is for, as errors name it.
 
     `has_stand_ins`: rows and rewards that nobody names are made up. `frees`: what the planner can choose is
-    left to it.
+    left to it, as `memtrain rescue` does.
 
     Raises: RecipeError for a method that has no counterpart.
     """
@@ -231,7 +231,8 @@ def import_config(
     pins = as_it_was(tool, reading, made)
     if frees:
         _free(made, reading.processes)
-    text = recipe_text(made, foreign.name, f"{tool.title}'s {reading.method}")
+    command = "rescue" if frees else "import"
+    text = recipe_text(made, foreign.name, f"{tool.title}'s {reading.method}", command)
     recipe: Recipe | None = None
     faults: list[Fault] = []
     try:

@@ -305,9 +305,14 @@ def _add_missing(path: Path, annotation: Annotation, place: Place, checked: _Che
 def _add_broken_rule(message: str, path: Path, place: Place, checked: _Checked) -> None:
     """A rule between keys: `what; way out`. A rule of the whole recipe is told at the first key it names."""
     what, _, fix = message.partition("; ")
-    places = [found[0] for key in named_keys(message, path) if (found := find(checked.tree, key)) is not None]
+    named = {key: found[0] for key in named_keys(message, path) if (found := find(checked.tree, key))}
+    places = [*named.values()]
     # A word of the command line broke the rule, where there is one: the file held before it came.
     places = [one for one in places if not one.line] or (places if not path else [])
+    in_file = [(key, one) for key, one in named.items() if one.line]
+    if fix.endswith("not both") and places and not places[0].line and len(in_file) == 1:
+        (key, one) = in_file[0]
+        fix += f": add `{dotted(key)}=null`, which takes away what {one} sets"
     place = places[0] if places else place
     checked.faults.add(what, place, fix)
 

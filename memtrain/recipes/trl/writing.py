@@ -25,8 +25,9 @@ def default_of(key: str) -> object:
     return section.model_fields[last].default
 
 
-def recipe_text(made: Translation, name: str, origin: str = "") -> str:
-    """The YAML of a recipe; a value that is memtrain's own default is left out. `origin`: `TRL's sft`."""
+def recipe_text(made: Translation, name: str, origin: str = "", command: str = "import") -> str:
+    """The YAML of a recipe; a value that is memtrain's own default is left out. `origin`: `TRL's sft`.
+    `command`: the command that writes it."""
     top: dict[str, Any] = {}
     for key, (value, comment) in made.recipe_keys.items():
         if key != "method" and type(value) is type(default_of(key)) and value == default_of(key):
@@ -37,7 +38,7 @@ def recipe_text(made: Translation, name: str, origin: str = "") -> str:
             node = node.setdefault(part, {})
         node[last] = (value, comment)
     origin = origin or f"TRL's {made.method}"
-    lines = [f"# From {name}, a configuration of {origin}; written by `memtrain import`."]
+    lines = [f"# From {name}, a configuration of {origin}; written by `memtrain {command}`."]
     for one in made.lost:
         lines += _comment(f"not carried over: {one.key}: {inline(one.value)} ({one.why})")
     lines += [f"# yaml-language-server: $schema={(configs_dir() / SCHEMA_FILE).as_posix()}", ""]

@@ -180,6 +180,7 @@ def test_the_command_writes_a_valid_recipe(axolotl: str, tmp_path: Path, capsys:
     assert "The smallest change in Axolotl:" in said
     assert "The result of training stays the same" in said
     assert load_recipe(str(out)).recipe.data.train[0].source == "rows.jsonl"
+    assert "; written by `memtrain rescue`." in out.read_text().splitlines()[0]
 
 
 def test_the_devices_of_verl_are_in_its_own_keys(tmp_path: Path):
