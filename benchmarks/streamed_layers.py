@@ -34,7 +34,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memtrain.memory.estimate.activations import layer_boundary
-from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.streamed_layers import KEYS, ROW, streamed_backward
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import shape_of
@@ -126,7 +125,6 @@ def layer_memory(length: int) -> dict[str, float]:
     reported = {
         "resting": sum(held.get(owner, 0) for owner in ("weights", "optimizer", "gradients", "batch")),
         "inputs of the layers": CONFIG["num_hidden_layers"] * layer_boundary(load),
-        "rotary tables": positions_and_mask(load),
         ROW: by_design[ROW],
         KEYS: by_design[KEYS],
     }
@@ -137,7 +135,7 @@ def layer_memory(length: int) -> dict[str, float]:
 def pass_memory(length: int) -> dict[str, dict[str, float]]:
     """MiB made by passes without gradients over a row: log-probs of all its tokens, and a sampler's prompt.
 
-    What grows by design: the embeddings, input and output of a layer, rotary tables, keys and values of one
+    What grows by design: the embeddings, input and output of a layer, keys and values of one
     layer, or of all layers where a sampler keeps them.
     """
     known = {key: value for key, value in CONFIG.items() if key != "model_type"}
@@ -157,7 +155,7 @@ def pass_memory(length: int) -> dict[str, dict[str, float]]:
             read_prompts(model, [(0,) * length], keys, 0, AttentionBackend.TORCH_CPU)
     load = Workload(settings_of(length), shape_of(CONFIG), HeaviestBatch(1, length, length, length))
     a_layer = 2 * load.a * length * load.shape.kv_width
-    rows = 3 * layer_boundary(load) + positions_and_mask(load) + a_layer
+    rows = 3 * layer_boundary(load) + a_layer
     kept = CONFIG["num_hidden_layers"] * a_layer
     reported: dict[str, dict[str, float]] = {}
     for name, peak, grows in (
