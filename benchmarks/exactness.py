@@ -426,11 +426,22 @@ def made_of(
         | {"worst": one.worst, "kind": one.kind, "says": one.says}
         for one in found
     ]
-    earlier = before if kept and before else {"distinct_plans": 0, "seconds": 0}
-    num_made, seconds = len(matrix.made), time.time() - started
-    return as_json(
-        method, kept + made, earlier["distinct_plans"] + num_made, earlier["seconds"] + round(seconds)
-    )
+    num_made, seconds = len(matrix.made), round(time.time() - started)
+    if not kept or before is None:
+        return as_json(method, made, num_made, seconds)
+    if len(kept + made) > len(before["cells"]):
+        num_made, seconds = before["distinct_plans"] + num_made, before["seconds"] + seconds
+    else:
+        # The same cells again: as many plans stand behind them as before.
+        num_made, seconds = before["distinct_plans"], before["seconds"]
+    result = as_json(method, kept + made, num_made, seconds)
+    return result | {"commit": commits_of(str(result["commit"]), str(having), before["commit"])}
+
+
+def commits_of(now: str, having: str, before: str) -> str:
+    """The commits of cells of which those with `having` were made now, and all others `before`."""
+    others = f"; cells without {having}: "
+    return f"{now}{others}{before.partition(others)[2] or before}"
 
 
 def ruled() -> dict[str, object]:

@@ -92,6 +92,14 @@ def test_the_matrix_has_every_single_pair_and_triple(script: Any):
     assert {cell.backend for cell in few} == set(exactness.BACKENDS)
 
 
+def test_cells_that_were_made_again_have_their_own_commit(script: Any):
+    exactness = script("exactness")
+    once = exactness.commits_of("b", "packing", "a")
+    assert once == "b; cells without packing: a"
+    assert exactness.commits_of("c", "packing", once) == "c; cells without packing: a"
+    assert exactness.commits_of("c", "padding_free", once) == f"c; cells without padding_free: {once}"
+
+
 def test_rows_of_methods_are_kept_in_order_and_shown_with_the_losing_ones(script: Any, tmp_path: Path):
     """1 s and 100 MiB against 0.5 s and 50 MiB: ratios of 0.5, and they stay."""
     methods, page = script("methods_vs_trl"), script("page")
