@@ -9,7 +9,7 @@ a bytes of an activation (2 in half precision, 4 in float32).
 
 from __future__ import annotations
 
-from memtrain.memory.estimate.adapters import adapter_kept
+from memtrain.memory.estimate.adapters import adapter_kept, adds_in_one_kernel
 from memtrain.memory.estimate.context_parallel import (
     gathered_backward,
     gathered_forward,
@@ -305,18 +305,38 @@ def whole_scores(load: Workload) -> tuple[int, int]:
 
 @once
 def layer_forward(load: Workload) -> int:
-    """Most that one layer holds in a pass without gradients, with the embeddings and the residual stream."""
+    """Most that one layer holds in a pass without gradients, with the embeddings and the residual stream.
+
+    In the MLP at its product: its two factors and the product; or at the second factor: the first, the map as
+    it is unpacked, and its output. bitsandbytes' 8-bit product is int32, then float16, then what is asked.
+    """
     shape, N, a = load.shape, load.N, load.a
-    adapted = 1 if adapts(load, "up_proj", "gate_up_proj") else 0
-    mlp = a * N * (4 * shape.width + (3 + adapted) * shape.mlp_width)
-    mlp += _scales_in_float(load) * 8 * N * shape.mlp_width
+    product = a * N * 3 * shape.mlp_width + _adapted_forward(load)
+    product += _scales_in_float(load) * 8 * N * shape.mlp_width
+    factor = 2 * a * N * shape.mlp_width + dequantized(load)
+    if load.settings.quantize == "8bit" and not packs_itself(load.settings):
+        factor = N * shape.width + N * shape.mlp_width * (a + 6 + a * (load.settings.dtype != "float16"))
+    mlp = 4 * a * N * shape.width + max(product, factor)
     attention = a * N * (3 * shape.width + 3 * shape.query_width + 3 * shape.kv_width)
     attention += gathered_forward(load)
     if load.settings.attention == "masked":
         attention += 12 * score_pairs(load)[1] * shape.num_heads
     if makes_own_scores(load):
         attention += 12 * _scores(load)
-    return max(mlp, attention, experts_kept(load) + clamped_forward(load)) + dequantized(load)
+    return max(
+        mlp, attention + dequantized(load), experts_kept(load) + clamped_forward(load) + dequantized(load)
+    )
+
+
+def _adapted_forward(load: Workload) -> int:
+    """The adapter of the MLP's second factor in a pass without gradients: low product and rounded B, or, by
+    PEFT's own way, its scaled product beside the map's."""
+    adapter, a = load.settings.adapter, load.a
+    if adapter is None or not adapts(load, "up_proj", "gate_up_proj"):
+        return 0
+    if adds_in_one_kernel(load):
+        return a * adapter.r * (load.N + load.shape.mlp_width)
+    return a * load.N * load.shape.mlp_width
 
 
 @once

@@ -55,7 +55,7 @@ def adapter_traffic(load: Workload, num_forward: float) -> float:
         return 0.0
     parts = load.shape.adapted(adapter)
     inputs, outputs = sum(part.num_inputs for part in parts), sum(part.num_outputs for part in parts)
-    of_sum = 2 if rounded_adapters(load) or load.settings.compiled else 6
+    of_sum = 2 if adds_in_one_kernel(load) or load.settings.compiled else 6
     return load.a * load.N * (num_forward * (inputs + of_sum * outputs) + 2 * outputs + 3 * inputs)
 
 
@@ -63,21 +63,28 @@ def adapter_traffic(load: Workload, num_forward: float) -> float:
 def rounded_adapters(load: Workload) -> int:
     """Bytes of all adapters in half precision, where they are rounded together and kept from pass to pass.
 
-    Plain LoRA on weights that are whole and not quantized, in layers that are not streamed or compiled
-    (trainers/model/loading/lora_layers.py).
+    Beside packed weights each map rounds its own: who packs them is short of memory. So in layers that are
+    streamed or compiled (trainers/model/offload/activations.py).
     """
     settings, adapter = load.settings, load.settings.adapter
     is_passed = settings.slice_tokens or settings.weights_offload or settings.compiled
-    if adapter is None or not load.is_half or is_passed or settings.quantize != "none":
-        return 0
-    if load.batch.foreign is not None:  # Other tools' adapters are PEFT's.
-        return 0
-    if not is_plain(adapter) or shards_weights(settings):
+    if adapter is None or not adds_in_one_kernel(load) or is_passed or settings.quantize != "none":
         return 0
     return load.a * (load.shape.num_adapter(adapter) - load.shape.num_stack_adapter(adapter))
 
 
+@once
+def adds_in_one_kernel(load: Workload) -> bool:
+    """Whether products of adapters are added to those of their maps, packed or not, as they are made; else
+    PEFT's own layers scale them and add them (trainers/model/loading/lora_layers.py)."""
+    adapter = load.settings.adapter
+    if adapter is None or not load.is_half or not is_plain(adapter):
+        return False
+    # Other tools' adapters are PEFT's.
+    return load.batch.foreign is None and not shards_weights(load.settings)
+
+
 def is_plain(adapter: Adapter) -> bool:
-    """Whether an adapter's product is added to its map's output in one kernel (`rounded_adapters`)."""
+    """Whether an adapter's product may be added to its map's output in one kernel (`adds_in_one_kernel`)."""
     scale = adapter.alpha / (math.sqrt(adapter.r) if adapter.rslora else adapter.r)
     return adapter.kind != "dora" and not adapter.dropout and math.frexp(scale)[0] == 0.5

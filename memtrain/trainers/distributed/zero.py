@@ -107,7 +107,11 @@ class _Stepping:
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
-        self._norm.fill_(float(norm) if norm is not None else 0.0)
+        if isinstance(norm, Tensor):
+            # Without waiting for the device.
+            self._norm.copy_(norm)
+        else:
+            self._norm.fill_(0.0 if norm is None else float(norm))
 
 
 def _flats(optimizer: ZeroOptimizer) -> tuple[Flat, ...]:

@@ -1,7 +1,8 @@
 """LoRA layers in few kernels: adapters are rounded together once a pass, and one product adds to the other.
 
-PEFT's own layer rounds A and B wherever they are used, scales the product, and adds it: in half precision six
-kernels beside the frozen product, and two here. In float32 nothing is rounded, and layers are PEFT's.
+PEFT's own layer rounds A and B wherever they are used, scales the product, and adds it: in half precision
+six kernels beside the frozen product (seven where that is bitsandbytes' in 4 bits, which is copied first),
+and two here. In float32 nothing is rounded, and layers are PEFT's.
 Passes with and without gradients give the same numbers.
 """
 
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
-from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -85,9 +85,9 @@ def in_few_kernels(model: PeftModel) -> None:
     alone first. Layers with dropout, DoRA, several adapters, shards or a scale that is no power of two stay
     PEFT's, and so does everything in float32.
     """
-    layers = [module for module in model.modules() if type(module) is LoraLinear]
+    layers = [module for module in model.modules() if is_few_kernels_kind(module)]
     for layer in layers:
-        layer.forward = MethodType(_lora_forward, layer)
+        layer.forward = MethodType(_lora_forward, layer)  # pyright: ignore[reportAttributeAccessIssue]
     base = model.get_base_model()
     embedding = base.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     if layers and isinstance(embedding, nn.Module):
@@ -95,10 +95,24 @@ def in_few_kernels(model: PeftModel) -> None:
         embedding.register_forward_pre_hook(_RoundFirst(layers, base))
 
 
+KINDS = {
+    "peft.tuners.lora.layer": ("Linear",),
+    "peft.tuners.lora.bnb": ("Linear4bit", "Linear8bitLt"),
+}
+"""PEFT's layers beside a linear map, by module: of plain weights, and of those that bitsandbytes has packed.
+Named, because their modules bring bitsandbytes."""
+
+
+def is_few_kernels_kind(module: nn.Module) -> bool:
+    """Whether a module is PEFT's LoRA beside a linear map, one that adds its product to the map's output."""
+    kind = type(module)
+    return kind.__name__ in KINDS.get(kind.__module__, ())
+
+
 class _RoundFirst:
     """The hook that rounds; in a copy of the model it is the copy's."""
 
-    def __init__(self, layers: list[LoraLinear], base: nn.Module) -> None:
+    def __init__(self, layers: list[nn.Module], base: nn.Module) -> None:
         self.layers, self.base = layers, base
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -112,7 +126,7 @@ def round_together(model: nn.Module, is_on: bool) -> None:
     Not once in streamed layers: their weights have stand-ins in the backward pass, which are rounded apart.
     """
     for module in model.modules():
-        if type(module) is LoraLinear:
+        if is_few_kernels_kind(module):
             vars(module)["_rounds_apart"] = not is_on
 
 
@@ -120,7 +134,7 @@ def _dtype_of(base: nn.Module) -> torch.dtype:
     return next((p.dtype for p in base.parameters() if p.dtype in HALF), torch.float32)
 
 
-def _round_all(layers: Sequence[LoraLinear], dtype: torch.dtype) -> None:
+def _round_all(layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
     """Round the adapters of the layers that are plain, all at once."""
     layers = [layer for layer in layers if not vars(layer).get("_rounds_apart", False)]
     found = [(layer, name) for layer in layers if (name := _plain_adapter(layer)) is not None]
@@ -159,7 +173,7 @@ def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The frozen map and the adapter's, summed."""
     name = _plain_adapter(self) if x.dtype in HALF and not (args or kwargs) else None
     if name is None:
-        return LoraLinear.forward(self, x, *args, **kwargs)
+        return type(self).forward(self, x, *args, **kwargs)
     a, b = _adapter_of(self, name)
     if is_wide(x, a):
         out: Tensor = WideLinear.apply(linear(x, a), b, None, self.base_layer(x), self.scaling[name])

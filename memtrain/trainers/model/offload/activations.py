@@ -60,7 +60,8 @@ def apply_checkpointing_and_offload(
     stream_layers(model, 0)
     weights = weights_on_host(model, settings, engine)
     is_passed = bool(slice_tokens) or weights is not None
-    round_together(model, not is_passed and not settings.compiled)
+    # Copies of all adapters beside packed weights are much to hold, and unpacking takes longer than rounding.
+    round_together(model, not is_passed and not settings.compiled and settings.quantize == "none")
     plain = recompute_compiled() if settings.compiled else recomputing(model)
     if is_passed:
         # A layer that was checkpointed before would be computed a third time around its pass.

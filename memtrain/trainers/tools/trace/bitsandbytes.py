@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -86,6 +87,8 @@ class Packed4bit(_Packed):
 
     absmax: Tensor
     offset: Tensor
+    is_copied: bool = False
+    """PEFT's own layer takes a copy of the product."""
 
     def __init__(self, plain: nn.Linear) -> None:
         size, device = plain.weight.numel(), plain.weight.device
@@ -98,8 +101,9 @@ class Packed4bit(_Packed):
         self.scales("code_of_absmax", 256, torch.float32)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The product; PEFT's layer takes a copy of it."""
-        return _Product4bit.apply(input, self).clone()
+        """The product."""
+        product: Tensor = _Product4bit.apply(input, self)
+        return product.clone() if self.is_copied else product
 
     def dequantized(self) -> Tensor:
         """[O, I] in the precision of the weights before they were packed."""
@@ -107,6 +111,28 @@ class Packed4bit(_Packed):
         absmax = torch.zeros(self.absmax.shape, dtype=torch.float32, device=device)
         absmax += self.offset
         return torch.zeros(self.out_features, self.in_features, dtype=self.dtype, device=device)
+
+
+class Linear4bit(LoraLinear):
+    """PEFT's layer beside a map that bitsandbytes has packed in 4 bits, whose name it has."""
+
+    __module__ = "peft.tuners.lora.bnb"
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """PEFT's own pass: a copy of the product first."""
+        base: Any = self.get_base_layer()
+        base.is_copied = not self.disable_adapters
+        try:
+            return super().forward(x, *args, **kwargs)
+        finally:
+            base.is_copied = False
+
+
+def as_beside_4bit(model: nn.Module) -> None:
+    """Let PEFT's layers beside packed maps be those that it has for bitsandbytes."""
+    for module in model.modules():
+        if type(module) is LoraLinear and isinstance(module.get_base_layer(), Packed4bit):
+            module.__class__ = Linear4bit
 
 
 class _Product4bit(torch.autograd.Function):

@@ -23,7 +23,7 @@ from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.liger import apply_liger
 from memtrain.trainers.model.loading.load import AUTO, DTYPES
 from memtrain.trainers.model.loading.locate import make_config
-from memtrain.trainers.tools.trace.bitsandbytes import pack_without_data
+from memtrain.trainers.tools.trace.bitsandbytes import as_beside_4bit, pack_without_data
 from memtrain.trainers.tools.trace.fake_host import HOST
 
 PLAYED_BY = {
@@ -70,6 +70,7 @@ def bare_model(
         apply_kernels(base, settings)
         adapter = None if is_reference else settings.adapter
         model = base if adapter is None else add_adapter(base, adapter, quantize=settings.quantize, head=head)
+        as_beside_4bit(model)
         if head == "score":
             in_float(model)
     return model.train()

@@ -1,16 +1,19 @@
 """LoRA layers in few kernels: PEFT's numbers but for one rounding less, and never a stale adapter."""
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
-from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 
 from memtrain.recipes.sections.model import Adapter
+from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.model.loading.adapters import add_adapter
-from memtrain.trainers.model.loading.lora_layers import round_together
+from memtrain.trainers.model.loading.lora_layers import KINDS, is_few_kernels_kind, round_together
 from memtrain.trainers.model.offload.checkpointing import checkpoint_layers
+from memtrain.trainers.tools.trace import bitsandbytes as bitsandbytes_played
+from memtrain.trainers.tools.trace.bitsandbytes import as_beside_4bit, pack_linear_maps
 
 IDS = torch.tensor([[3, 5, 9, 2, 11, 40, 7, 1]])
 
@@ -36,7 +39,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def as_pefts(model: nn.Module) -> None:
     """PEFT's own forward of every layer again."""
     for module in model.modules():
-        if type(module) is LoraLinear:
+        if is_few_kernels_kind(module):
             del module.forward
 
 
@@ -164,3 +167,81 @@ def test_a_map_that_a_pass_uses_twice_sums_its_gradients_in_float32(tiny_llama):
     ours = gradients(model)
     as_pefts(model)
     assert distance(ours, gradients(model)) < 0.02
+
+
+needs_bitsandbytes = pytest.mark.skipif(
+    find_spec("bitsandbytes") is None, reason="needs bitsandbytes (pip install 'memtrain[quant]')"
+)
+
+
+def packed_by_bitsandbytes(model: nn.Module, bits: str) -> nn.Module:
+    """`model` with bitsandbytes' layers in place of the decoder's linear maps, as transformers loads them."""
+    from bitsandbytes import nn as kinds
+
+    for module in list(model.model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is not nn.Linear:
+                continue
+            shape = child.in_features, child.out_features
+            weight = {"weight": child.weight.detach()}
+            if bits == "4bit":
+                layer = kinds.Linear4bit(
+                    *shape, bias=False, compute_dtype=child.weight.dtype, quant_type="nf4"
+                )
+            else:
+                layer = kinds.Linear8bitLt(*shape, bias=False, has_fp16_weights=False)
+            layer.load_state_dict(weight)
+            setattr(module, name, layer.to("cpu"))
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = bits == "4bit", bits == "8bit"
+    return model
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_adapters_beside_bitsandbytes_layers_compute_in_few_kernels(tiny_llama, bits: str):
+    """PEFT has layers of its own for them, which copy the product, scale the adapter's, and add the two."""
+    base = packed_by_bitsandbytes(tiny_llama(seed=3).to(torch.bfloat16), bits)
+    model = adapted(lambda seed: base)
+    layers = [module for module in model.modules() if is_few_kernels_kind(module)]
+    kind = {"4bit": "Linear4bit", "8bit": "Linear8bitLt"}[bits]
+    assert {(type(layer).__module__, type(layer).__name__) for layer in layers} == {
+        ("peft.tuners.lora.bnb", kind)
+    }
+    assert kind in KINDS["peft.tuners.lora.bnb"]
+    assert len(layers) == 14
+    ours, logits = gradients(model), model(IDS).logits
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, logits)
+    with model.disable_adapter(), torch.no_grad():
+        off = model(IDS).logits
+    as_pefts(model)
+    assert distance(ours, gradients(model)) < 0.02
+    with model.disable_adapter(), torch.no_grad():
+        assert torch.equal(model(IDS).logits, off)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(
+    "changes", [{}, {"alpha": 12.0}, {"dropout": 0.5}], ids=["plain", "scale", "dropout"]
+)
+def test_what_a_trace_plays_beside_4bit_makes_as_many_bytes(tiny_llama, monkeypatch, changes):
+    """Bytes at the peak of a pass through one adapted layer; the map's own product is given to both."""
+    packed = packed_by_bitsandbytes(tiny_llama(seed=3).to(torch.bfloat16), "4bit")
+    real = adapted(lambda seed: packed, **changes)
+    plain = tiny_llama(seed=3).to(torch.bfloat16)
+    pack_linear_maps(plain, "4bit")
+    played = adapted(lambda seed: plain, **changes)
+    as_beside_4bit(played)
+    product = torch.zeros(1, 512, 128, dtype=torch.bfloat16)
+    monkeypatch.setattr(bitsandbytes_played._Product4bit, "apply", lambda *given: product)
+    made: list[int] = []
+    for model in (real, played):
+        layer = model.base_model.model.model.layers[0].mlp.up_proj
+        assert layer.out_features == product.shape[-1]
+        if model is real:
+            layer.get_base_layer().forward = lambda x: product
+        hidden = torch.randn(1, 512, layer.in_features, dtype=torch.bfloat16, requires_grad=True)
+        with TensorPeak() as counted:
+            layer(hidden)
+        made.append(counted.peak_bytes)
+    assert made[0] == made[1]
