@@ -84,10 +84,12 @@ def zero_moments(
         backward | {"activations": everything - of_last, "gradients": early + fresh},
         backward | {"activations": first},
         # While the update is made gradients lie once as they came and once end to end; stages 1 and 2 take
-        # their norm in float64 before. Source: deepspeed 0.19.8, stage_1_and_2.py, get_grad_norm_direct.
+        # their norm in float64 before, in the first step before there is a state. Source: deepspeed 0.19.8,
+        # stage_1_and_2.py, get_grad_norm_direct.
+        *([] if is_third else [dict(resting) | {"gradients": 3 * part}]),
         dict(last)
         | {"reduce buffers": _bucket(settings, shape) if is_third else 0}
-        | {"gradients": (2 if is_third else 3) * part},
+        | {"gradients": 2 * part},
     ]
 
 
