@@ -66,10 +66,16 @@ def zero_moments(
         3: (part, part),
     }[stage_of(settings)]
     outer = load.a * max(shape.num_embedding, shape.num_head)
-    # When the last layer's backward pass begins, only those of the head are there (stage 2: its buckets too).
-    early = max(before, min(after, outer)) if trains_all and stage_of(settings) != 2 else after
+    # When the last layer's backward pass begins, only the head's are there: of stage 2 this rank's part,
+    # in float32 beside the buckets, but where the head waits for the embedding, as one weight with it.
+    of_head = outer
+    if stage_of(settings) == 2:
+        of_head = before + (outer if shape.tied else -(-4 * outer // (load.a * settings.num_processes)))
+    early = max(before, min(after, of_head)) if trains_all else after
     layer = load.a * shape.num_per_layer(expert=shape.num_expert_layers > 0)
     fresh = (2 * load.a * _matrix(shape) if is_third else layer) if trains_all else 0
+    # The head's gradient waits for the embedding's, where they are one weight.
+    fresh += load.a * shape.num_embedding if is_third and trains_all and shape.tied else 0
     recomputed = layer if settings.checkpoint_every else load.a * _matrix(shape)
     rest: Moment = dict(resting) | {"reduce buffers": _bucket(settings, shape)}
     forward = rest | {"gradients": before, "activations": at_loss + head.norm}
@@ -109,7 +115,13 @@ def _part(settings: Settings, shape: ModelShape) -> int:
 
 
 def _bucket(settings: Settings, shape: ModelShape) -> int:
-    """The buffer that gradients are reduced in; two of them where that goes on beside the computation."""
+    """The buffer that gradients are reduced in: in stage 3 one, of the float32 numbers that ranks exchange;
+    else of the weights' precision, two of them where that goes on beside the computation.
+
+    Source: deepspeed 0.19.8, stage3.py (`ipg_buckets`) and stage_1_and_2.py; seen in traces.
+    """
+    if stage_of(settings) == 3:
+        return 4 * bucket_of(shape)
     size = 4 if settings.dtype == "float32" else 2
     return bucket_of(shape) * size * (2 if settings.device == "cuda" else 1)
 
