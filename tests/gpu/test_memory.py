@@ -34,13 +34,14 @@ def test_expandable_segments_are_in_force_when_they_are_asked_for(cuda: torch.de
 
 
 def test_the_peak_of_a_phase_is_the_allocators(cuda: torch.device):
-    noted: list[tuple[str, int, int, int]] = []
+    noted: list[tuple[str, int, int, int, int]] = []
     watch = MemoryWatch(cuda, 0, lambda *reported: noted.append(reported))
     before = torch.cuda.memory_allocated()
-    with watch.phase("steady step", StepWeight(10, lambda: 0)):
+    with watch.phase("steady step", StepWeight(10, lambda: 0, lambda: 7)):
         held = torch.empty(64 * MIB, dtype=torch.uint8, device=cuda)
         del held
-    ((phase, allocated, reserved, _),) = noted
+    ((phase, allocated, reserved, _, tokens),) = noted
+    assert tokens == 7
     assert phase == "steady step"
     assert allocated == before + 64 * MIB
     assert reserved >= allocated

@@ -17,6 +17,7 @@ from memtrain.recipes.sections.evaluation import LOSS, SET_MARK
 from memtrain.trainers.batches.ahead import BatchesAhead
 from memtrain.trainers.build.training_step import TrainingStep
 from memtrain.trainers.loop.early_stopping import is_spent, note_evaluation
+from memtrain.trainers.loop.oom.heaviest_batch import padded_tokens
 from memtrain.trainers.loop.oom.recover import Cursor, Exhausted, Part, Recovery
 from memtrain.trainers.loop.saver import Saver
 from memtrain.trainers.memory_meter.phase_watch import WATCHED_AHEAD, MemoryWatch, StepWeight
@@ -187,7 +188,7 @@ def one_step(run: Run, work: StepWork, rollout_s: float = 0.0) -> None:
     lr = run.lr_at(work.step)
     set_rate(run.step.optimizer, lr)
     phase = "first step" if work.step == 0 else "steady step"
-    weight = StepWeight(work.num_tokens, lambda: _most_coming(run, work))
+    weight = StepWeight(work.num_tokens, lambda: _most_coming(run, work), lambda: _largest(run, work))
     with run.watch.phase(phase, weight), run.host_time.step():
         sums = whole_gradients(run, work)
         norm = run.step.update(lr=lr, num_steps=work.step + 1)
@@ -205,6 +206,12 @@ def one_step(run: Run, work: StepWork, rollout_s: float = 0.0) -> None:
             fix="lower optim.lr, raise optim.warmup_ratio, or set model.dtype: float32; "
             "the last checkpoint is from before",
         )
+
+
+def _largest(run: Run, work: StepWork) -> int:
+    """Tokens of the step's largest micro-batch."""
+    settings, feed = run.plan.settings, run.steps.feed
+    return max((padded_tokens(feed, one, settings) for one in work.micro_batches), default=0)
 
 
 def whole_gradients(run: Run, work: StepWork, *, is_trial: bool = False) -> dict[str, Tensor]:

@@ -307,8 +307,9 @@ def _open_saver(
 def _watch(
     plan: Plan, built: Built, emit: Callable[[Event], None], ranks: Ranks, position: TrainState
 ) -> MemoryWatch:
-    def note(phase: str, allocated: int, reserved: int, rss: int) -> None:
-        emit(MemoryEvent(step=position.step, phase=phase, allocated=allocated, reserved=reserved, rss=rss))
+    def note(phase: str, allocated: int, reserved: int, rss: int, tokens: int = 0) -> None:
+        at = {"step": position.step, "phase": phase, "tokens": tokens}
+        emit(MemoryEvent(**at, allocated=allocated, reserved=reserved, rss=rss))
 
     weights = resident([local_of(tensor) for tensor in built.weights])
     state = resident(

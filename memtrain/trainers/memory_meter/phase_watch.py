@@ -25,6 +25,8 @@ class StepWeight(NamedTuple):
     tokens: int
     most_coming: Callable[[], int]
     """Most tokens of a step that comes soon; asked where this one is heavier than those so far."""
+    largest: Callable[[], int] = lambda: 0
+    """Tokens of its largest micro-batch, padding included; asked where it needed most so far."""
 
 
 @dataclass(slots=True)
@@ -40,8 +42,9 @@ class MemoryWatch:
     resident_bytes: int
     """Bytes of weights and optimizer state that are there before a phase (CPU: the mode sees only new
     tensors)."""
-    note: Callable[[str, int, int, int], None]
-    """Takes (phase, allocated, reserved, resident memory of the process) of every new highest peak."""
+    note: Callable[[str, int, int, int, int], None]
+    """Takes (phase, allocated, reserved, resident memory of the process, tokens of the largest micro-batch)
+    of every new highest peak."""
     is_on: bool = True
     counting: type[TensorPeak] = TensorPeak
     """Counts live tensors on a CPU."""
@@ -57,12 +60,12 @@ class MemoryWatch:
         if not self.is_on:
             yield
         elif self.device.type == "cuda":
-            with self._cuda_phase(name):
+            with self._cuda_phase(name, step):
                 yield
         elif step is None or self._is_worth_counting(step):
             with self.counting() as counted:
                 yield
-            self._note(name, self.resident_bytes + counted.peak_bytes, 0)
+            self._note(name, self.resident_bytes + counted.peak_bytes, 0, step)
             self.resident_bytes += counted.left_bytes
         else:
             yield
@@ -78,16 +81,16 @@ class MemoryWatch:
         return True
 
     @contextmanager
-    def _cuda_phase(self, name: str) -> Iterator[None]:
+    def _cuda_phase(self, name: str, step: StepWeight | None) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(self.device)
         yield
-        self._note(
-            name, torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
-        )
+        allocated = torch.cuda.max_memory_allocated(self.device)
+        self._note(name, allocated, torch.cuda.max_memory_reserved(self.device), step)
 
-    def _note(self, name: str, allocated: int, reserved: int) -> None:
+    def _note(self, name: str, allocated: int, reserved: int, step: StepWeight | None) -> None:
         self.peak_bytes = max(self.peak_bytes, allocated)
         if allocated <= self.phases.get(name, -1):
             return
         self.phases[name] = allocated
-        self.note(name, allocated, reserved, psutil.Process().memory_info().rss)
+        tokens = 0 if step is None else step.largest()
+        self.note(name, allocated, reserved, psutil.Process().memory_info().rss, tokens)

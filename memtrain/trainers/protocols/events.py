@@ -120,6 +120,8 @@ class MemoryEvent:
     """Peak resident bytes of the process."""
     owners: Mapping[str, int] = field(default_factory=dict)
     """Bytes by owner at the peak, where they were told apart."""
+    tokens: int = 0
+    """Of a step: tokens of its largest micro-batch, padding included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,20 @@ def counted_steps(tokens, ahead):
     return found
 
 
+def test_a_peak_comes_with_the_largest_micro_batch_of_its_step():
+    noted = []
+    watch = MemoryWatch(torch.device("cpu"), 100, lambda *reported: noted.append(reported))
+    with watch.phase("steady step", StepWeight(10, lambda: 0, lambda: 7)):
+        held = torch.zeros(64)
+        del held
+    with watch.phase("saving"):
+        pass
+    assert [(phase, allocated, tokens) for phase, allocated, _, _, tokens in noted] == [
+        ("steady step", 100 + 256, 7),
+        ("saving", 100, 0),
+    ]
+
+
 def test_the_heaviest_step_is_counted_and_not_each_before_it_that_is_heavier_than_those_so_far():
     """By hand: the first two; 9 is the heaviest of all; of those far ahead nothing is known."""
     tokens = [4, 3, 5, 6, 7, 2, 9, 8, 9]

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memtrain.errors import printable
-from memtrain.memory.plan.plan import PhasePeak, Plan, read_plan
+from memtrain.memory.plan.plan import Plan, read_plan
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.protocols.events import (
     REWARD,
@@ -34,6 +34,7 @@ from memtrain.trainers.run_folder.progress import ROLLOUT_TOKENS, decimal, durat
 from memtrain.trainers.run_folder.report.data_words import lost_words, source_words
 from memtrain.trainers.run_folder.report.evaluation_rows import ending_rows, held_out_rows
 from memtrain.trainers.run_folder.report.expert_rows import expert_words
+from memtrain.trainers.run_folder.report.phase_memory import PhaseMemory, lighter_words
 from memtrain.trainers.run_folder.report.rollout_words import (
     RESAMPLED,
     counted_words,
@@ -77,22 +78,6 @@ class Report:
 
     def __repr__(self) -> str:
         return f"Report({self.name}: {state_of(self)}, {loss_words(figures_of(self))})"
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseMemory:
-    """Predicted and measured peak of a phase; either may be missing."""
-
-    phase: str
-    predicted: PhasePeak | None
-    measured: MemoryEvent | None
-
-    @property
-    def difference(self) -> float | None:
-        """Measured minus predicted, as a fraction of the predicted; above zero: more was needed."""
-        if self.predicted is None or self.measured is None or not self.predicted.num_bytes:
-            return None
-        return self.measured.allocated / self.predicted.num_bytes - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +188,17 @@ def figures_of(report: Report) -> Figures:
 
 
 def phases_of(report: Report) -> list[PhaseMemory]:
-    """Every phase that was predicted or measured: the plan's in its order, then the others."""
+    """Every phase that was predicted or measured: the plan's in its order, then the others.
+
+    No evaluation where no row is held out.
+    """
     phases = report.plan.prediction.phases if report.plan else ()
     predicted = {_phase_of_today(peak.phase): peak for peak in phases}
     measured = {event.phase: event for event in report.memory}
+    if report.plan is not None and report.plan.data.eval is None and not report.plan.data.held_out_rows:
+        predicted = {
+            name: peak for name, peak in predicted.items() if name != "evaluation" or name in measured
+        }
     predicted |= {
         f"{DRY_RUN}{phase}": peak for phase, peak in predicted.items() if f"{DRY_RUN}{phase}" in measured
     }
@@ -237,7 +229,7 @@ def summary(folder: RunFolder) -> RenderableType:
     report = load_report(folder)
     parts: list[RenderableType] = [_figures_table(report)]
     if report.memory:
-        parts += ["", _memory_table(report)]
+        parts += ["", _memory_table(report), *lighter_words(phases_of(report), report.plan)]
     if report.data:
         parts += ["", _data_table(report.data)]
         parts += [Text(words) for data in report.data for words in source_words(data)]

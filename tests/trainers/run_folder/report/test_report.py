@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from memtrain.memory.plan.plan import Plan
+from memtrain.memory.plan.plan import PhasePeak, Plan
 from memtrain.trainers.protocols.events import (
     DataEvent,
     EvalEvent,
@@ -26,6 +26,7 @@ from memtrain.trainers.run_folder.metrics import MetricsWriter
 from memtrain.trainers.run_folder.progress import length_words, pair_words, speed_tokens
 from memtrain.trainers.run_folder.report.curves import curve_groups
 from memtrain.trainers.run_folder.report.data_words import lost_words, source_words
+from memtrain.trainers.run_folder.report.phase_memory import PhaseMemory, lighter_words
 from memtrain.trainers.run_folder.report.report import (
     figures_of,
     load_report,
@@ -145,6 +146,18 @@ def test_phases_stand_side_by_side(tmp_path: Path, make_plan: MakePlan):
     assert [one.phase for one in phases] == ["load", "first step", "steady step", "evaluation", "merging"]
     assert phases[2].difference == pytest.approx(10 / 9.5 - 1)
     assert [one.difference is None for one in phases] == [False, True, False, True, True]
+
+
+def test_a_lighter_step_than_the_heaviest_says_so(make_plan: MakePlan):
+    plan = make_plan()
+    plan = plan.model_copy(update={"settings": plan.settings.model_copy(update={"micro_tokens": 512})})
+    predicted = PhasePeak(phase="steady step", num_bytes=1000, owners=())
+    cases = {(800, 400): True, (800, 512): False, (990, 400): False, (800, 0): False}
+    for (allocated, tokens), is_said in cases.items():
+        measured = MemoryEvent(step=3, phase="steady step", allocated=allocated, tokens=tokens)
+        said = lighter_words([PhaseMemory("steady step", predicted, measured)], plan)
+        words = "predicted for micro-batches of up to 512 tokens; the largest had 400 in the steady step"
+        assert said == ([words] if is_said else [])
 
 
 def test_the_page_needs_nothing_beside_itself(tmp_path: Path, make_plan: MakePlan):
