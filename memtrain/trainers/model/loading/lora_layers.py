@@ -136,8 +136,8 @@ def _dtype_of(base: nn.Module) -> torch.dtype:
 
 def _round_all(layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
     """Round the adapters of the layers that are plain, all at once."""
-    layers = [layer for layer in layers if not vars(layer).get("_rounds_apart", False)]
-    found = [(layer, name) for layer in layers if (name := _plain_adapter(layer)) is not None]
+    asked: list[Any] = [layer for layer in layers if not vars(layer).get("_rounds_apart", False)]
+    found = [(layer, name) for layer in asked if (name := _plain_adapter(layer)) is not None]
     if dtype not in HALF or not found:
         return
     pairs = [_adapter_of(layer, name) for layer, name in found]
