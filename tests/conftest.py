@@ -14,6 +14,12 @@ os.environ["MEMTRAIN_CALIBRATION"] = "off"
 TinyModel = Callable[..., torch.nn.Module]
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Sums are in one order in every test, however many threads a run in this process has asked for before."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
     """Objects of imports and of tests before are left out of collections: recovery collects at every failure.
