@@ -66,12 +66,8 @@ def zero_moments(
         3: (part, part),
     }[stage_of(settings)]
     outer = load.a * max(shape.num_embedding, shape.num_head)
-    # When the last layer's backward pass begins, only the head's are there: of stage 2 this rank's part,
-    # in float32 beside the buckets, but where the head waits for the embedding, as one weight with it.
-    of_head = outer
-    if stage_of(settings) == 2:
-        of_head = before + (outer if shape.tied else -(-4 * outer // (load.a * settings.num_processes)))
-    early = max(before, min(after, of_head)) if trains_all else after
+    # When the last layer's backward pass begins, only those of the head are there (stage 2: its buckets too).
+    early = max(before, min(after, outer)) if trains_all and stage_of(settings) != 2 else after
     layer = load.a * shape.num_per_layer(expert=shape.num_expert_layers > 0)
     fresh = (2 * load.a * _matrix(shape) if is_third else layer) if trains_all else 0
     # The head's gradient waits for the embedding's, where they are one weight.

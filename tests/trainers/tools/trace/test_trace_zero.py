@@ -36,7 +36,7 @@ def test_a_trace_of_deepspeeds_engine_finds_the_peak_of_the_real_allocator(name)
     case = ZERO[name]
     found, real = trace(case.job).recorder.peak_bytes, real_peak(case.job)
     assert real - NOTES - random_states(case.job) <= found <= real + random_states(case.job)
-    assert case.estimated().peak.num_bytes == pytest.approx(found, rel=0.06)
+    assert case.estimated().peak.num_bytes == pytest.approx(found, rel=0.12)
 
 
 @pytest.mark.slow
