@@ -417,7 +417,7 @@ def test_a_copy_of_a_model_streams_its_own_layers(tiny_model: TinyModel):
     stream_layers(model, 0)
     _, gradients = step(other, ROWS["packed"])
     assert gradients["model.layers.0.mlp.up_proj.weight"].norm() > 0
-    assert other.model.layers[0].forward.layer is other.model.layers[0]
+    assert other.model.layers[0].forward.module is other.model.layers[0]
 
 
 def test_a_tensor_that_is_not_known_to_be_cut_is_refused(tiny_llama: TinyModel):

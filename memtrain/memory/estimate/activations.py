@@ -323,9 +323,8 @@ def layer_forward(load: Workload) -> int:
         attention += 12 * score_pairs(load)[1] * shape.num_heads
     if makes_own_scores(load):
         attention += 12 * _scores(load)
-    return max(
-        mlp, attention + dequantized(load), experts_kept(load) + clamped_forward(load) + dequantized(load)
-    )
+    others = max(attention, experts_kept(load) + clamped_forward(load)) + dequantized(load)
+    return max(mlp, others)
 
 
 def _adapted_forward(load: Workload) -> int:

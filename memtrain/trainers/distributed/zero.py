@@ -107,11 +107,8 @@ class _Stepping:
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
-        if isinstance(norm, Tensor):
-            # Without waiting for the device.
-            self._norm.copy_(norm)
-        else:
-            self._norm.fill_(0.0 if norm is None else float(norm))
+        # A norm on the device is not waited for.
+        self._norm.copy_(torch.as_tensor(0.0 if norm is None else norm))
 
 
 def _flats(optimizer: ZeroOptimizer) -> tuple[Flat, ...]:

@@ -47,12 +47,17 @@ class RotaryByRow(nn.Module):
 def take_own_positions(model: nn.Module) -> None:
     """Let every rotary embedding of `model` that follows the length of its batch follow that of each row."""
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}  # pyright: ignore
-        if kinds & set(ROTARY) and not isinstance(module, RotaryByRow):
+        if follows_row_length(module) and not isinstance(module, RotaryByRow):
             upstream = type(module)
             # The name stays: transformers initialises modules by it.
             module.__class__ = type(upstream.__name__, (RotaryByRow, upstream), {})
+
+
+def follows_row_length(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding whose angles depend on the length of the row."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}  # pyright: ignore
+    return bool(kinds & set(ROTARY))  # pyright: ignore
 
 
 @contextmanager

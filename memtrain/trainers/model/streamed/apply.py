@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memtrain.errors import LaunchError
+from memtrain.trainers.model.streamed.in_place import ForwardInPlace
 from memtrain.trainers.model.streamed.layer_pass import FIX, run_streamed
 from memtrain.trainers.model.streamed.layer_weights import LayerWeights, Turn
 from memtrain.trainers.model.streamed.row_angles import (
@@ -26,31 +27,18 @@ from memtrain.trainers.model.streamed.tokenwise import TokenwiseForward
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
 """Names of the norm after the layers in transformers' decoders."""
 
-Forward = Callable[..., Any]
-
 Leaving = Callable[[Tensor], AbstractContextManager[Any]]
 """Contexts in which a layer saves its input, which is given beforehand."""
 
 
 @dataclass(eq=False)
-class StreamedForward:
+class StreamedForward(ForwardInPlace):
     """A layer's forward pass, in place of its class's; without a layout of rows as usual, as where a sampler
     writes tokens."""
 
-    layer: nn.Module
-    slice_tokens: int
     leaving: Leaving = nullcontext
-    before: Forward | None = None
-    """Forward that was in the instance before, in place of the class's method: a kernel's."""
     turn: Turn | None = None
     """The layer's number among layers whose weights live on the host."""
-
-    def plain(self, *inputs: Any, **arguments: Any) -> Any:
-        """The layer as it is without slices."""
-        if self.before is not None:
-            return self.before(*inputs, **arguments)
-        # Looked up at the call: FSDP2 changes a module's class.
-        return type(self.layer).forward(self.layer, *inputs, **arguments)
 
     def __call__(self, x_BTW: Tensor, *others: Any, **arguments: Any) -> Any:
         """The layer's output."""
@@ -62,16 +50,12 @@ class StreamedForward:
         if not slices and self.turn is None:
             return self.plain(x_BTW, *others, **arguments)
         if others and slices:
-            what = f"{type(self.layer).__name__} gets positional arguments, which cannot be cut into slices"
+            what = f"{type(self.module).__name__} gets positional arguments, which cannot be cut into slices"
             raise LaunchError(what, "memory.streamed_layers", FIX)
         with self.leaving(x_BTW) if torch.is_grad_enabled() else nullcontext():
             return run_streamed(
-                self.layer, self.plain, x_BTW, arguments, others, slices=slices, turn=self.turn
+                self.module, self.plain, x_BTW, arguments, others, slices=slices, turn=self.turn
             )
-
-
-Streamed = StreamedForward | TokenwiseForward | RotaryForward
-"""Forward passes that stand in a module's instance."""
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -105,7 +89,7 @@ def stream_layers(
     norms, rotary = final_norms(holders), rotary_embeddings(holders)
     for module in (*layers, *norms, *rotary):
         own = vars(module).get("forward")
-        if isinstance(own, Streamed):
+        if isinstance(own, ForwardInPlace):
             del module.forward
             if own.before is not None:
                 module.forward = own.before
@@ -119,13 +103,15 @@ def stream_layers(
         own_leaving = leaving if number < len(layers) - keep else nullcontext
         # The instance's attribute goes before the class's method; hooks of the module stay around it.
         turn = None if weights is None else Turn(weights, number)
-        layer.forward = StreamedForward(layer, slice_tokens, own_leaving, vars(layer).get("forward"), turn)
+        layer.forward = StreamedForward(layer, slice_tokens, vars(layer).get("forward"), own_leaving, turn)
 
 
 @contextmanager
 def other_slices(model: nn.Module, slice_tokens: int) -> Iterator[None]:
     """Context in which the streamed parts of `model` use slices of another length; with 0 one piece."""
-    streamed = [own for module in model.modules() if isinstance(own := vars(module).get("forward"), Streamed)]
+    streamed = [
+        own for module in model.modules() if isinstance(own := vars(module).get("forward"), ForwardInPlace)
+    ]
     before = [own.slice_tokens for own in streamed]
     try:
         for own in streamed:

@@ -8,15 +8,14 @@ bfloat16, beside some 29,000 of everything else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
-from memtrain.memory.model_shape.length_rules import ROTARY
-
-Forward = Callable[..., Any]
+from memtrain.trainers.model.attention.own_positions import follows_row_length
+from memtrain.trainers.model.streamed.in_place import Forward, ForwardInPlace
 
 
 @dataclass(eq=False)
@@ -50,27 +49,15 @@ class RowAngles:
         return self.of(0, self.positions.shape[-1])
 
 
-@dataclass(eq=False)
-class RotaryForward:
+class RotaryForward(ForwardInPlace):
     """A rotary embedding's forward pass, in place of its class's: of a row that is longer than a slice it
     gives `RowAngles`, which streamed layers understand."""
-
-    module: nn.Module
-    slice_tokens: int
-    before: Forward | None = None
-    """Forward that was in the instance before, in place of the class's method."""
 
     def __call__(self, x_BTW: Tensor, position_ids: Tensor, *more: Any, **given: Any) -> Any:
         """Cosines and sines, or what stands for them."""
         if not self.slice_tokens or position_ids.shape[-1] <= self.slice_tokens:
             return self.plain(x_BTW, position_ids, *more, **given)
         return RowAngles(self.plain, x_BTW.new_empty(1, 1, 1), position_ids, more, given)
-
-    def plain(self, *inputs: Any, **given: Any) -> Any:
-        """The module as it is without slices."""
-        if self.before is not None:
-            return self.before(*inputs, **given)
-        return type(self.module).forward(self.module, *inputs, **given)
 
 
 def rotary_embeddings(holders: list[nn.Module]) -> list[nn.Module]:
@@ -82,15 +69,8 @@ def rotary_embeddings(holders: list[nn.Module]) -> list[nn.Module]:
         child
         for holder in holders
         for child in holder.children()
-        if "RotaryEmbedding" in type(child).__name__ and not _kinds(child) & set(ROTARY)
+        if "RotaryEmbedding" in type(child).__name__ and not follows_row_length(child)
     ]
-
-
-def _kinds(module: nn.Module) -> set[str]:
-    kinds = getattr(module, "rope_type", None)
-    if isinstance(kinds, Mapping):
-        return {str(one) for one in cast(Mapping[str, Any], kinds).values()}
-    return {str(kinds)}
 
 
 def with_whole_angles(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,24 +4,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memtrain.trainers.model.streamed.in_place import ForwardInPlace
 from memtrain.trainers.model.streamed.weight_sums import WeightSums, trained_weights
 
 
-@dataclass(eq=False)
-class TokenwiseForward:
+class TokenwiseForward(ForwardInPlace):
     """The module's forward pass, in place of its class's, over a slice at a time."""
-
-    module: nn.Module
-    slice_tokens: int
-    before: Callable[..., Any] | None = None
-    """Forward that was in the instance before, in place of the class's method: a kernel's."""
 
     def __call__(self, x_BTW: Tensor) -> Tensor:
         """The module's output; keeps its input for the backward pass."""
@@ -31,12 +25,6 @@ class TokenwiseForward:
             return self.output(x_BTW)
         out: Tensor = TokenwisePass.apply(self, x_BTW, *trained_weights(self.module))
         return out
-
-    def plain(self, x_BTW: Tensor) -> Tensor:
-        """The module as it is without slices."""
-        if self.before is not None:
-            return self.before(x_BTW)
-        return type(self.module).forward(self.module, x_BTW)
 
     def output(self, x_BTW: Tensor) -> Tensor:
         """The output slice by slice, without a graph."""
