@@ -16,7 +16,7 @@ TinyModel = Callable[..., torch.nn.Module]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Sums are in one order in every test, however many threads a run in this process has asked for before."""
+    """Sums are in one order in every test, however many threads a run in this process asked for before."""
     torch.set_num_threads(1)
 
 
