@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
@@ -16,6 +18,7 @@ def asking() -> tuple[signal.Signals, ...]:
     is_out = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return ASKED if is_out else (*ASKED, signal.SIGHUP)
 
+PR_SET_PDEATHSIG = 1
 
 _early: list[int] = []
 """Signals that came before a StopRequest listened."""
@@ -28,6 +31,12 @@ def hold_signals() -> None:
     """
     for one in asking():
         signal.signal(one, lambda number, frame: _early.append(number))
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process with the thread that started it, even one that is killed (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def let_signals_pass() -> None:

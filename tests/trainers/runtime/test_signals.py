@@ -61,3 +61,23 @@ def test_a_signal_before_anyone_listens_waits_to_be_heard():
         other.join()
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends the process")
+def test_a_process_ends_with_the_one_that_started_it_even_where_that_is_killed():
+    child = (
+        "import sys, time\n"
+        "from memtrain.trainers.runtime.signals import end_with_parent\n"
+        "end_with_parent()\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+        "print('alone', flush=True)\n"
+    )
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    started = subprocess.Popen([sys.executable, "-c", parent, child], stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    assert started.stdout.readline() == "ready\n"
+    started.kill()
+    assert started.stdout.read() == "", "The child lived on and said so."
+    started.wait()
+    started.stdout.close()

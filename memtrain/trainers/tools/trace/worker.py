@@ -6,6 +6,7 @@ import sys
 import time
 
 from memtrain.memory.plan.plan import Prediction
+from memtrain.trainers.runtime.signals import end_with_parent
 from memtrain.trainers.tools.trace.client import Traced, TraceJob
 from memtrain.trainers.tools.trace.cuda_allocator import replay, smallest_capacity
 from memtrain.trainers.tools.trace.extrapolate import predict_by_trace
@@ -42,7 +43,8 @@ def answer(asked: TraceJob) -> Traced:
 
 
 def main() -> None:
-    """Read, trace, write."""
+    """Read, trace, write; end with the process that asks, however that ends."""
+    end_with_parent()
     asked = TraceJob.model_validate_json(sys.stdin.read())
     print(answer(asked).model_dump_json())
 
