@@ -24,7 +24,7 @@ from memtrain.cli.plan.answer import passes_batch
 from memtrain.cli.plan.lookup import LookedAt, facts_without_data
 from memtrain.cli.plan.tables import settings_words
 from memtrain.errors import DoesNotFit
-from memtrain.memory.estimate.pricing import heaviest, typical_micro_batch
+from memtrain.memory.estimate.pricing import heaviest, may_accumulate
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.known_models import known_config
@@ -107,9 +107,9 @@ def row(model: str, form: dict[str, Any]) -> dict[str, Any] | None:
         return None
     hardware, resolved = found
     settings, facts = resolved.settings, resolved.case.facts
-    _, num_micro_batches = typical_micro_batch(settings, facts)
+    accumulates = may_accumulate(settings, facts)
     batch, passes = heaviest(settings, facts), passes_batch(resolved)
-    traced = answer(job_of(recipe, settings, config, batch, accumulates=num_micro_batches > 1, passes=passes))
+    traced = answer(job_of(recipe, settings, config, batch, accumulates=accumulates, passes=passes))
     reported = max(phase.num_bytes for phase in resolved.prediction.phases if phase.phase in TRACED)
     seen = traced.prediction.peak.num_bytes
     return {

@@ -181,13 +181,12 @@ class Bench:
     def trace_job(self, planned: Planned) -> str | None:
         """The path of a file that says what a trace of this plan is to follow; None where none can."""
         from memtrain.cli.plan.answer import passes_batch
-        from memtrain.memory.estimate.pricing import heaviest, typical_micro_batch
+        from memtrain.memory.estimate.pricing import heaviest, may_accumulate
         from memtrain.trainers.tools.trace.client import can_trace, job_of
 
         plan, facts = planned.plan, planned.facts
         if can_trace(plan.recipe, plan.settings) is not None:
             return None
-        _, num_micro_batches = typical_micro_batch(plan.settings, facts)
         seen = SimpleNamespace(
             prediction=plan.prediction, settings=plan.settings, case=SimpleNamespace(facts=facts)
         )
@@ -196,7 +195,7 @@ class Bench:
             plan.settings,
             facts.config,
             heaviest(plan.settings, facts),
-            accumulates=num_micro_batches > 1,
+            accumulates=may_accumulate(plan.settings, facts),
             passes=passes_batch(seen),  # pyright: ignore[reportArgumentType]
         )
         name = self.stage.replace("/", "-").replace(" ", "-")

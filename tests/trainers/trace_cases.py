@@ -82,6 +82,7 @@ HALF = {"dtype": "bfloat16"}
 FUSED = {"kernels": "fused"} | HALF
 EVERY = {"checkpoint_every": 1}
 SHARED = {"shared_prompts": True}
+SPLIT = HALF | {"master_weights": True, "copies": "split"}
 OWN_VALUE = {"value": "own"}
 OWN = {"value": "own"}
 NO_KL = {"beta": 0.0}
@@ -105,7 +106,8 @@ class Case:
 
     @property
     def settings(self):
-        return Settings(**(BASE | self.changes))
+        writes = {"sampler": "native"} if self.method in ONLINE else {}
+        return Settings(**(BASE | writes | self.changes))
 
     @property
     def job(self):
@@ -235,6 +237,19 @@ STRATEGIES = {
     ),
     "weights on CPU, distill, a model": Case(
         "distill", SMALL, {"weights_offload": True, "teacher": "model"} | EVERY | HALF
+    ),
+    "split copies, checkpointed": sft(QWEN, SPLIT | EVERY),
+    "split copies, accumulating, checkpointed": sft(LLAMA, SPLIT | EVERY, 2),
+    "split copies on the host": sft(QWEN, SPLIT | EVERY | {"optimizer_offload": True}),
+    "split copies, step in backward": sft(LLAMA, SPLIT | EVERY | {"in_backward": True}, **NO_CLIP),
+    "stochastic rounding, checkpointed": sft(LLAMA, SPLIT | EVERY | {"copies": "stochastic"}),
+    "stochastic rounding, moments on the host": sft(
+        QWEN, SPLIT | EVERY | {"copies": "stochastic", "optimizer_offload": True}
+    ),
+    "8-bit moments, checkpointed": sft(QWEN, {"compressed_moments": True} | EVERY),
+    "8-bit moments, split copies, checkpointed": sft(LLAMA, SPLIT | {"compressed_moments": True} | EVERY),
+    "8-bit moments, step in backward": sft(
+        LLAMA, {"compressed_moments": True, "in_backward": True} | EVERY, **NO_CLIP
     ),
     "optimizer states on CPU": sft(LLAMA, {"optimizer_offload": True}),
     "moments and masters on the host": sft(QWEN, {"optimizer_offload": True, "master_weights": True} | HALF),
@@ -384,6 +399,7 @@ METHODS = {
     "rloo": Case("rloo", LLAMA, {"reference": "copy"} | SHARED, said={"rloo": {"beta": 0.05}}),
     "online dpo": Case("online_dpo", LLAMA, {"reference": "copy"} | SHARED),
     "online dpo, LoRA": Case("online_dpo", QWEN, LORA_OFF | EVERY | HALF | SHARED),
+    "online dpo, all logits": Case("online_dpo", LLAMA, {"loss": "full"} | SHARED),
     "ppo": Case("ppo", LLAMA, {"reference": "copy", "value": "shared"} | SHARED),
     "ppo, a value model of its own": Case("ppo", LLAMA, OWN_VALUE | HALF | SHARED, said={"ppo": OWN | NO_KL}),
     "ppo, LoRA, own value": Case(

@@ -16,8 +16,8 @@ from memtrain.memory.estimate.pricing import (
     PlannerInputs,
     Priced,
     heaviest,
+    may_accumulate,
     phases_on_host,
-    typical_micro_batch,
 )
 from memtrain.memory.estimate.static import needed, overhead
 from memtrain.memory.estimate.workload import HeaviestBatch
@@ -236,7 +236,6 @@ def trace_answer(made: Answer, *, is_whole: bool | None = None) -> tuple[Traced 
     if why_not is not None:
         return None, why_not
     batch = heaviest(settings, resolved.case.facts)
-    _, num_micro_batches = typical_micro_batch(settings, resolved.case.facts)
     passes = passes_batch(resolved)
     if is_whole is None:
         passed = resolved.case.facts.shape.num_layers * _num_slices(settings, batch)
@@ -246,7 +245,7 @@ def trace_answer(made: Answer, *, is_whole: bool | None = None) -> tuple[Traced 
         settings,
         made.question.looked.config,
         batch,
-        accumulates=num_micro_batches > 1,
+        accumulates=may_accumulate(settings, resolved.case.facts),
         is_whole=is_whole,
         passes=passes,
         judges=judges_of(resolved),

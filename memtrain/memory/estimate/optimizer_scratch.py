@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from memtrain.memory.estimate.sharded.sharding import share
 from memtrain.memory.estimate.static import (
+    COMPRESSED_GROUP,
     MASTER_BUCKET,
     OFFLOAD_BUCKET,
+    backward_bucket,
+    gradient_bytes,
     largest_trained,
     num_half,
     num_trained,
     optimizer_bytes,
+    sums_wide,
 )
 from memtrain.memory.estimate.weights_offload import trains_away
 from memtrain.memory.estimate.workload import Workload
@@ -17,14 +21,17 @@ from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 
+PACKED = 3 + 1 / 4 + (1 + 4 / COMPRESSED_GROUP) / 4
+"""Float32 sizes of a tensor whose second moment goes into 8 bits: its root, two of the three that make codes,
+a mask of a byte a number, and the first moment's codes and scales. Seen in a trace."""
 
-def optimizer_scratch(load: Workload) -> int:
+
+def optimizer_scratch(load: Workload, *, accumulates: bool) -> int:
     """Temporaries of the update.
 
-    Fused kernels have none; foreach ones hold the roots of AdamW's second moments. Master copies: float32
-    gradients of a bucket, and the copies where they wait on the host. Adafactor: the update of one tensor and
-    its negative, in float32; in half precision gradient and weight in float32 as well. Muon: the
-    orthogonalization of one matrix, in bfloat16.
+    Fused kernels have none; foreach ones hold the roots of AdamW's second moments. Adafactor: the update of
+    one tensor and its negative, in float32; in half precision gradient and weight in float32 as well. Muon:
+    the orthogonalization of one matrix, in bfloat16. Master copies and 8-bit moments: see `_of_bucket`.
     """
     settings, shape = load.settings, load.shape
     saved = 0 if settings.adapter is None else shape.num_saved_modules(settings.adapter)
@@ -37,22 +44,39 @@ def optimizer_scratch(load: Workload) -> int:
         return scratch_of_tensor(load, largest_trained(settings, shape))
     if moments == "of matrices":
         return scratch_of_tensor(load, shape.largest_linear, is_map=load.trains_all)
-    # A process of FSDP2 steps its rows of every tensor.
+    return _of_bucket(load, accumulates=accumulates)
+
+
+def _of_bucket(load: Workload, *, accumulates: bool) -> int:
+    """Float32 numbers of a bucket that do not stay, its gradients where they are not float32 already, and
+    both its moments where they are 8 bits, beside what the largest tensor takes while it is packed.
+
+    A process of FSDP2 steps its rows of every tensor.
+    """
+    settings, shape = load.settings, load.shape
     largest, copied = 4 * share(largest_trained(settings, shape), settings, of="weights"), 0
     if settings.master_weights and settings.shard_offload == "none":
         copied = 4 * share(num_half(settings, shape), settings, of="weights")
-    bucket = max(largest, min(MASTER_BUCKET, copied)) if copied else 0
+    trained = 4 * share(num_trained(settings, shape), settings, of="weights")
+    most = MASTER_BUCKET
+    if settings.in_backward:
+        # So many gradients wait for each other, and the one that comes last.
+        waiting = backward_bucket(gradient_bytes(settings, shape, accumulates=False))
+        most = min(most, largest + 4 * waiting // load.a)
+    bucket = max(largest, min(most, copied)) if copied else 0
+    is_wide = sums_wide(settings, accumulates=accumulates)
     # Float32 numbers that do not stay are made for a bucket, or fetched, and taken apart weight by weight.
     made = bucket if settings.copies != "float32" or settings.optimizer_offload else 0
     if settings.optimizer_offload and settings.copies != "stochastic":
         # Copies, or the bits beside the weights, of the bucket that comes or leaves meanwhile.
         made += _neighbour(bucket, copied, settings, shape) // (1 if settings.copies == "float32" else 2)
-    made += 2 * largest if settings.copies != "float32" else 0
-    trained = share(num_trained(settings, shape), settings, of="weights")
-    stepped = max(largest, min(MASTER_BUCKET, 4 * trained))
-    # Both moments of a bucket; and three steps of one tensor's on the way into 8 bits.
-    expanded = 2 * stepped + 3 * largest if settings.compressed_moments else 0
-    return bucket + made + expanded
+    moments = largest if settings.copies != "float32" else 0
+    if settings.optimizer_offload and copied <= bucket:
+        # Moments of the only bucket have left by then.
+        moments = 0
+    if settings.compressed_moments:
+        moments = 2 * max(largest, min(most, trained)) + round(PACKED * largest)
+    return (0 if is_wide else bucket) + made + moments
 
 
 def scratch_of_tensor(load: Workload, num_weights: int, *, is_map: bool = True) -> int:
@@ -68,8 +92,10 @@ def scratch_of_tensor(load: Workload, num_weights: int, *, is_map: bool = True) 
         return num_weights * (2 * load.a + 2 * 4) if is_map else 0
     made = 0
     if settings.master_weights:
-        made = wide if settings.copies == "float32" else 4 * wide
-    return made + (5 * wide if settings.compressed_moments else 0)
+        made = wide if settings.copies == "float32" else 2 * wide
+    if settings.compressed_moments:
+        return made + round((2 + PACKED) * wide)
+    return made + (wide if made > wide else 0)
 
 
 def offload_bucket(load: Workload) -> int:

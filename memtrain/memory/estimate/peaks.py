@@ -159,7 +159,7 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
     loss = {"gradients": made.before, "activations": held.at_loss + head.norm}
     loss |= {"head's weight": fetched_heads(load)}
     reduced = static_bytes(settings, shape).reduce
-    scratch = optimizer_scratch(load) + offload_bucket(load)
+    scratch = optimizer_scratch(load, accumulates=accumulates) + offload_bucket(load)
     return [
         resting | {"gradients": made.before, "activations": _in_forward(load)} | taught_states(load),
         resting | {"gradients": made.before} | taught_moment(load),
@@ -251,8 +251,10 @@ def offloaded_backward(load: Workload) -> int:
 
 
 def reference_pass(load: Workload, head: HeadBytes) -> int:
-    """Bytes of a reference's forward pass while the policy's activations wait; 0 where none is asked then."""
-    if load.batch.asks is not HeadOutput.LOGPS or load.settings.reference not in LIVE:
+    """Bytes of a reference's forward pass while the policy's activations wait; 0 where none is asked then:
+    completions that a sampler wrote are scored before the step."""
+    is_before = load.batch.asks is not HeadOutput.LOGPS or load.settings.sampler != "none"
+    if is_before or load.settings.reference not in LIVE:
         return 0
     return max(forward_of_layer(load), head.evaluation) + positions_and_mask(load)
 
@@ -277,10 +279,11 @@ def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> l
     asked = reference_pass(load, head_bytes(load, trains_head=trains_head(load.settings)))
     resting, last = _resting(load, has_state=has_state), _resting(load, has_state=True)
     own = gradient_bytes(load.settings, load.shape, accumulates=accumulates)
+    scratch = optimizer_scratch(load, accumulates=accumulates) + offload_bucket(load)
     return [
         resting | taught_moment(load),
         *fsdp_moments(load, resting, kept(load), taught_states(load), holds=accumulates, asked=asked),
-        last | {"gradients": own, "optimizer scratch": optimizer_scratch(load) + offload_bucket(load)},
+        last | {"gradients": own, "optimizer scratch": scratch},
     ]
 
 

@@ -165,10 +165,15 @@ def pass_alone(phase: str, settings: Settings, facts: PlannerInputs, batch: Heav
 def may_accumulate(settings: Settings, facts: PlannerInputs) -> bool:
     """Whether a step of one process may have several micro-batches, so that gradients wait from one to the
     next; not where its rows are one micro-batch however long they are."""
-    if settings.batch_size is None or METHODS[facts.method].is_online:
+    if settings.batch_size is None:
         return True
     profile = facts.rows_of(settings)
     rows = -(-settings.batch_size // settings.num_replicas)
+    if METHODS[facts.method].is_online:
+        if settings.num_replicas > 1 or profile.groups is None:
+            # Groups are dealt to processes whole: one of them may get two micro-batches.
+            return True
+        rows = profile.groups.most_rows(settings.batch_size)
     longest = profile.longest[0] if profile.longest else 1
     is_over = settings.micro_tokens is not None and rows * longest > settings.micro_tokens
     return rows > settings.micro_batch_size or is_over
@@ -210,9 +215,11 @@ def head_output_of(
     """Outputs that the loss of a method needs from the LM head. (`sft.loss: dft` asks for a little more.)"""
     if METHODS[method].has_teacher:
         return HeadOutput.TOP_K if settings is not None and settings.teacher == "file" else HeadOutput.TEACHER
+    if METHODS[method].num_answers or METHODS[method].in_pairs:
+        return HeadOutput.LOGPS
     if METHODS[method].is_online:
         return HeadOutput.ENTROPIES if learns_entropy else HeadOutput.STATISTICS
-    return HeadOutput.LOGPS if METHODS[method].num_answers else HeadOutput.NLL
+    return HeadOutput.NLL
 
 
 def typical_micro_batch(settings: Settings, facts: PlannerInputs) -> tuple[HeaviestBatch, int]:

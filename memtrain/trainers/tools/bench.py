@@ -99,7 +99,9 @@ def try_heaviest(stepper: Stepper, *, step: int) -> tuple[int, int, int, int]:
     tokens, loss tokens, and tokens of its longest row.
     """
     steps = stepper.steps
-    has_more = len(stepper.work(step - 1).micro_batches) > 1
+    # Rollouts of the steps before the last one are gone.
+    past = range(step - 1 if isinstance(steps, OnlineSteps) else 0, step)
+    has_more = any(len(stepper.work(number).micro_batches) > 1 for number in past)
     with ExitStack() as held:
         if isinstance(steps, OnlineSteps):
             sequences = held.enter_context(made_up_rollout(steps))

@@ -10,6 +10,7 @@ from memtrain.memory.explain.nothing_fits import NoPlan
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.length_profile import LengthProfile, LengthReport
+from memtrain.memory.plan.prompt_groups import PromptGroups
 from memtrain.memory.plan.units import GIB
 from memtrain.memory.planner.resolve import PlannerInputs, Resolved, resolve
 from memtrain.memory.rules.ledger import SourcedRecipe
@@ -223,3 +224,16 @@ def test_a_step_that_is_one_micro_batch_however_long_its_rows_are_holds_no_gradi
         assert may_accumulate(one.model_copy(update=update), known)
     two = {"num_processes": 2, "batch_size": 16}
     assert not may_accumulate(one.model_copy(update=two), known)
+
+
+def test_a_step_of_completions_in_one_micro_batch_holds_no_gradients():
+    """Groups of four: eight completions of 300 tokens with their prompt. On two processes, groups are dealt
+    whole, and one may have two micro-batches."""
+    made = ask(lengths=profile(*[300] * 40), train__batch_size=8)
+    groups = PromptGroups(written=4, learned=4, own_tokens=200, is_shared=True)
+    lengths = made.case.facts.profile.model_copy(update={"groups": groups})
+    known = replace(made.case.facts, method="grpo", profile=lengths)
+    one = made.settings.model_copy(update={"batch_size": 8, "micro_batch_size": 8, "micro_tokens": None})
+    assert not may_accumulate(one, known)
+    for update in ({"micro_batch_size": 4}, {"micro_tokens": 100}, {"num_processes": 2, "batch_size": 16}):
+        assert may_accumulate(one.model_copy(update=update), known)
