@@ -54,4 +54,4 @@ def _one(bench: Bench, count: int, shares: str) -> dict[str, Any]:
             raise
         return {"fault": "out of memory"}
     kept = ("peak_bytes", "reserved_bytes", "planned_bytes", "planned_error", "tokens_per_s", "words")
-    return {name: made[name] for name in kept}
+    return {name: made[name] for name in kept if name in made}

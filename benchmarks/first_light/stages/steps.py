@@ -66,9 +66,16 @@ def bytes_text(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
 
 
+def travels(planned: Planned) -> bool:
+    """Whether anything of a plan waits on the host, which is no other memory where a CPU stands in."""
+    settings = planned.plan.settings
+    return settings.offload != "none" or settings.weights_offload or settings.optimizer_offload
+
+
 def measured_steps(bench: Bench, planned: Planned, steps: int) -> dict[str, Any]:
     """Peaks beside the prediction, speed beside the predicted one, and losses.
 
+    The error of the planned peak is left out where it could not be one of a GPU; see `travels`.
     Raises: what ends a run, out of memory too.
     """
     from memtrain.cli.measure.variants import predicted_of
@@ -88,7 +95,9 @@ def measured_steps(bench: Bench, planned: Planned, steps: int) -> dict[str, Any]
     error = predicted / made.peak_bytes - 1
     assert all(math.isfinite(loss) for loss in made.losses), f"A loss is not finite: {made.losses}"
     mfu = None if sheet is None or rate is None else rate / sheet
-    said = f"{speed:,.0f} tokens/s, peak {bytes_text(made.peak_bytes)}, plan {error:+.1%}"
+    said = f"{speed:,.0f} tokens/s, peak {bytes_text(made.peak_bytes)}, "
+    compared = {"planned_error": error} if bench.device.is_cuda or not travels(planned) else {}
+    said += f"plan {error:+.1%}" if compared else "not compared with the plan: a CPU is its own host"
     return {
         "words": said + ("" if mfu is None else f", MFU {mfu:.2f}"),
         "peak_bytes": made.peak_bytes,
@@ -96,7 +105,7 @@ def measured_steps(bench: Bench, planned: Planned, steps: int) -> dict[str, Any]
         **seen,
         "beside_bytes": bench.device.beside_bytes(),
         "planned_bytes": predicted,
-        "planned_error": error,
+        **compared,
         "planned_step_s": planned.variant.predicted_step_s,
         "step_s": step_s,
         "tokens_per_s": speed,

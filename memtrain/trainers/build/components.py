@@ -51,6 +51,7 @@ from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.save import stop_at
 from memtrain.trainers.model.loading.sharded_load import is_empty, made_in_parts
 from memtrain.trainers.model.streamed.check import verify_streamed
+from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.protocols.feed import Feed
 from memtrain.trainers.protocols.method import Method, TracksPolicy
 from memtrain.trainers.reference.build import build_reference
@@ -122,6 +123,13 @@ class Built:
         """All held weights: the model's, and a reference's."""
         held = [self.scorer] if self.reference is None else [self.scorer, self.reference]
         return [tensor for module in held for tensor in (*module.parameters(), *module.buffers())]
+
+    @property
+    def held(self) -> list[Tensor]:
+        """All that is held before the first step: the weights, and what is kept of trained ones' float32
+        numbers beside them."""
+        beside = self.optimizer.held() if isinstance(self.optimizer, MasterWeights) else []
+        return [*self.weights, *beside]
 
 
 def build(plan: Plan, spread: WeightLayout | None = None) -> Built:

@@ -311,16 +311,16 @@ def _watch(
         at = {"step": position.step, "phase": phase, "tokens": tokens}
         emit(MemoryEvent(**at, allocated=allocated, reserved=reserved, rss=rss))
 
-    weights = resident([local_of(tensor) for tensor in built.weights])
+    weights, held = (resident([local_of(one) for one in of]) for of in (built.weights, built.held))
     state = resident(
         [t for held in built.optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
     )
     if isinstance(built.optimizer, ZeroOptimizer) and plan.settings.device == "cpu":
         # DeepSpeed's copies and buffers are there already, and it alone knows where.
-        state = live_bytes() - weights
+        state = live_bytes() - held
     watch = MemoryWatch(
         local_device(plan.settings),
-        weights + state,
+        held + state,
         note,
         is_on=plan.recipe.memory.measure_peaks,
         counting=counting_mode(in_shards=built.spread.is_sharded),

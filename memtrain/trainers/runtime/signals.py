@@ -18,6 +18,7 @@ def asking() -> tuple[signal.Signals, ...]:
     is_out = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return ASKED if is_out else (*ASKED, signal.SIGHUP)
 
+
 PR_SET_PDEATHSIG = 1
 
 _early: list[int] = []

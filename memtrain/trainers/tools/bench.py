@@ -70,7 +70,7 @@ def bench(plan: Plan, num_steps: int) -> Benched:
     built = build(plan)
     device = local_device(plan.settings)
     stepper = Stepper(plan, built, online_source(plan, built, Rollouts()))
-    held = resident(built.weights)
+    held = resident(built.held)
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)

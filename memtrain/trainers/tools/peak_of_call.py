@@ -37,7 +37,7 @@ def measure(plan: Plan, *, steps: int = 2) -> Measured:
     built = build(plan)
     device = local_device(plan.settings)
     stepper = Stepper(plan, built)
-    before = resident(built.weights)
+    before = resident(built.held)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with TensorPeak() as counted:

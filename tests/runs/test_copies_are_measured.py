@@ -1,0 +1,38 @@
+"""Runs on a CPU whose weights have float32 copies, or the bits of them: the measured peaks have these too."""
+
+import json
+from pathlib import Path
+
+import pytest
+from small_runs import run_in
+
+from memtrain.memory.plan.plan import PLAN_FILE, read_plan
+
+RECIPE = """
+method: sft
+model: {{path: builtin:tiny, dtype: bfloat16}}
+data: {{train: {{source: {train}}}, cache_dir: {cache}}}
+length: {{max_length: 128}}
+optim: {{copies: {copies}}}
+train: {{batch_size: 4, micro_batch_size: 4, max_steps: 2}}
+log: {{every_steps: 1}}
+memory: {{allow: [stochastic_rounding]}}
+cluster: {{device: cpu, threads: 1}}
+"""
+
+
+@pytest.mark.parametrize("copies", ["float32", "split", "stochastic"])
+def test_steps_are_measured_with_what_is_kept_beside_the_weights(copies: str, tmp_path: Path) -> None:
+    """Without the copies themselves, steps with float32 ones measured 12 % less, with split ones 7 %."""
+    train = tmp_path / "train.jsonl"
+    train.write_text("\n".join(json.dumps({"text": "one two three four " * 24 + str(n)}) for n in range(12)))
+    recipe = RECIPE.format(train=train, cache=tmp_path / "cache", copies=copies)
+    reported = run_in(tmp_path, "sft", recipe, (), "run")
+    plan = read_plan(tmp_path / "run" / PLAN_FILE)
+    assert plan.settings.copies == copies
+    assert plan.settings.master_weights
+    predicted = {phase.phase: phase.num_bytes for phase in plan.prediction.phases}
+    measured = max(
+        one["allocated"] for one in reported if one["kind"] == "memory" and one["phase"] == "steady step"
+    )
+    assert 0.99 * measured <= predicted["steady step"] <= 1.03 * measured
