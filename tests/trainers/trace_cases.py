@@ -253,6 +253,9 @@ STRATEGIES = {
     ),
     "optimizer states on CPU": sft(LLAMA, {"optimizer_offload": True}),
     "moments and masters on the host": sft(QWEN, {"optimizer_offload": True, "master_weights": True} | HALF),
+    "moments and masters on the host, accumulating, checkpointed": sft(
+        LLAMA, {"optimizer_offload": True, "master_weights": True} | EVERY | HALF, 2
+    ),
     "a save in the background": sft(LLAMA, {"background_save": True} | EVERY | HALF),
     "a save in the background, master weights": sft(
         QWEN, {"background_save": True, "master_weights": True} | EVERY | HALF

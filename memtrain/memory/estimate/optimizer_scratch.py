@@ -48,8 +48,8 @@ def optimizer_scratch(load: Workload, *, accumulates: bool) -> int:
 
 
 def _of_bucket(load: Workload, *, accumulates: bool) -> int:
-    """Float32 numbers of a bucket that do not stay, its gradients where they are not float32 already, and
-    both its moments where they are 8 bits, beside what the largest tensor takes while it is packed.
+    """Float32 bytes of a bucket of weights: the numbers that do not stay, gradients that are not float32
+    already, and moments that are 8 bits between steps, with what the largest tensor takes to be packed.
 
     A process of FSDP2 steps its rows of every tensor.
     """

@@ -7,7 +7,11 @@ from memtrain.memory.estimate import optimizer_scratch
 from memtrain.trainers.optim import compressed_moments, master_weights, offload
 from memtrain.trainers.tools.trace.trace import trace
 
-NAMES = [name for name in CASES if name.startswith(("split copies", "stochastic rounding", "8-bit moments"))]
+NAMES = [
+    name
+    for name in CASES
+    if name.startswith(("split copies", "stochastic rounding", "8-bit moments", "moments and masters"))
+]
 FAST = ("split copies, accumulating, checkpointed", "8-bit moments, split copies, checkpointed")
 MARKED = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 """Recipes whose peak is, or is near to, that of the step."""
