@@ -8,6 +8,8 @@ Qwen3-0.6B with all 28 layers and the settings of its plan for an H100; in decod
 An operator that only makes a view or an empty tensor starts nothing and is not counted; every other one is a
 kernel at least (a product may be split, a sort takes several). A `foreach` or fused operator counts once.
 Liger's cases need `liger-kernel` and `triton`, whose kernels are counted as they are launched; nothing runs.
+Those of QLoRA need `bitsandbytes`: an unpacked weight counts as three kernels, as its order of allocations has
+them.
 """
 
 from __future__ import annotations
@@ -74,6 +76,11 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": LORA,
     "lora, checkpointed": LORA | {"memory": {"activation_checkpointing": "on"}},
     "lora, liger": {"model": {"adapter": {"r": 16}, "liger": "on"}},
+    "qlora": {"model": {"adapter": {"r": 16}, "quantize": "4bit"}},
+    "qlora, checkpointed": {
+        "model": {"adapter": {"r": 16}, "quantize": "4bit"},
+        "memory": {"activation_checkpointing": "on"},
+    },
     "full": {},
     "full, checkpointed": {"memory": {"activation_checkpointing": "on"}},
     "full, liger": {"model": {"liger": "on"}},
@@ -87,6 +94,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 """Recipes of one micro-batch of 16,384 tokens."""
+NEEDS = {"liger": "triton", "qlora": "bitsandbytes"}
+"""Packages that cases need, by a word of their names."""
 DECODE_TOKENS = 257
 
 
@@ -288,8 +297,9 @@ def main() -> None:
     for name, form in CASES.items():
         if asked.only and name not in asked.only:
             continue
-        if "liger" in name and find_spec("triton") is None:
-            print(f"{name}: not counted, liger-kernel and triton are not installed")
+        missing = next((NEEDS[word] for word in NEEDS if word in name and find_spec(NEEDS[word]) is None), None)
+        if missing is not None:
+            print(f"{name}: not counted, {missing} is not installed")
             continue
         made = micro_batch(form) | {"commit": result["commit"], "versions": result["versions"]}
         result["cases"][name] = made
