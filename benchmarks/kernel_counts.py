@@ -8,8 +8,7 @@ Qwen3-0.6B with all 28 layers and the settings of its plan for an H100; in decod
 An operator that only makes a view or an empty tensor starts nothing and is not counted; every other one is a
 kernel at least (a product may be split, a sort takes several). A `foreach` or fused operator counts once.
 Liger's cases need `liger-kernel` and `triton`, whose kernels are counted as they are launched; nothing runs.
-Those of QLoRA need `bitsandbytes`: an unpacked weight counts as three kernels, as its order of allocations has
-them.
+Those of QLoRA need `bitsandbytes`: unpacking a weight counts as three kernels, for its allocations are three.
 """
 
 from __future__ import annotations
@@ -297,9 +296,9 @@ def main() -> None:
     for name, form in CASES.items():
         if asked.only and name not in asked.only:
             continue
-        missing = next((NEEDS[word] for word in NEEDS if word in name and find_spec(NEEDS[word]) is None), None)
-        if missing is not None:
-            print(f"{name}: not counted, {missing} is not installed")
+        missing = [package for word, package in NEEDS.items() if word in name and find_spec(package) is None]
+        if missing:
+            print(f"{name}: not counted, {missing[0]} is not installed")
             continue
         made = micro_batch(form) | {"commit": result["commit"], "versions": result["versions"]}
         result["cases"][name] = made
