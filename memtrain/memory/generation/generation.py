@@ -12,7 +12,13 @@ from memtrain.memory.generation.decode_bytes import fetched_words, generation_by
 from memtrain.memory.generation.gather_weights import decide_gathering, gather_bytes, refuse_gathering
 from memtrain.memory.generation.native import not_native
 from memtrain.memory.generation.samples import with_samples
-from memtrain.memory.generation.vllm import longest_prompt, longest_read, own_engine, with_engine
+from memtrain.memory.generation.vllm import (
+    longest_prompt,
+    longest_read,
+    own_engine,
+    weights_bucket,
+    with_engine,
+)
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.plan import PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
@@ -21,7 +27,6 @@ from memtrain.memory.rules.router_replay import refuse_other_sampler
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.generate import Generate
 from memtrain.recipes.sections.methods.online_base import WithMismatch
-from memtrain.recipes.sections.vllm import Vllm
 
 PASS_FACTORS = (4, 2, 1)
 """Factors by which micro-batches without gradients may be larger; beyond, they are hardly faster. Taste."""
@@ -146,8 +151,8 @@ def _with_vllm(
     else:
         rows = _decide_rows(ledger, recipe, settings, lambda rows: True)
         settings = settings.model_copy(update={"rollout_rows": rows})
-    bucket = (recipe.generation.vllm or Vllm()).bucket if settings.device == "cuda" else 0
-    owners = {one.owner: one.num_bytes for one in resting.owners} | {"weights on their way": bucket}
+    owners = {one.owner: one.num_bytes for one in resting.owners}
+    owners["weights on their way"] = weights_bucket(recipe, settings)
     phases = (*prediction.phases, phase_peak("generation", owners))
     return settings, prediction.model_copy(update={"phases": phases})
 

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memtrain.errors import DoesNotFit, Fault
-from memtrain.memory.estimate.pricing import PlannerInputs, Priced, budget_of
+from memtrain.memory.estimate.pricing import (
+    MARGIN_BYTES,
+    MARGIN_SHARE,
+    PlannerInputs,
+    Priced,
+    budget_of,
+)
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.workload import DTYPE_BYTES
 from memtrain.memory.model_shape.shape import ModelShape
@@ -205,7 +211,18 @@ def leaves_room(recipe: Recipe, facts: PlannerInputs, priced: Priced) -> bool:
     need = engine_need(recipe, facts, settings.dtype, settings.num_processes, settings.batch_size)
     resting = next(phase for phase in priced.prediction.phases if phase.phase == "saving")
     least = need.weights + need.process + need.least_keys
-    return needed(resting.num_bytes, settings) + least <= budget_of(recipe, facts.hardware)
+    return held_beside(recipe, settings, resting.num_bytes) + least <= budget_of(recipe, facts.hardware)
+
+
+def weights_bucket(recipe: Recipe, settings: Settings) -> int:
+    """Bytes of weights that are on their way to vLLM together, in this process's memory."""
+    return (recipe.generation.vllm or Vllm()).bucket if settings.device == "cuda" else 0
+
+
+def held_beside(recipe: Recipe, settings: Settings, resting_bytes: int) -> int:
+    """Bytes of a device that the training process may hold while vLLM is awake, with the margin of a plan."""
+    held = needed(resting_bytes + weights_bucket(recipe, settings), settings)
+    return round(held * (1 + MARGIN_SHARE)) + MARGIN_BYTES
 
 
 def kv_cache_bytes(need: EngineNeed, budget: int) -> int:
@@ -228,7 +245,7 @@ def with_engine(
     need = engine_need(recipe, facts, settings.dtype, settings.num_processes, settings.batch_size)
     budget = budget_of(recipe, hardware)
     fixed = need.weights + need.process
-    beside = 0 if section.devices else needed(resting_bytes, settings)
+    beside = 0 if section.devices else held_beside(recipe, settings, resting_bytes)
     room = (hardware.memory_bytes if section.devices else budget) - beside - fixed
     if section.memory_share != "auto":
         room = min(room, int(section.memory_share * hardware.memory_bytes) - fixed)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
-from memtrain.memory.estimate.pricing import PlannerInputs
+from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, PlannerInputs
+from memtrain.memory.estimate.static import needed
 from memtrain.memory.explain.tables import VLLM, owner_table, with_vllm
 from memtrain.memory.generation.vllm import CPU_PROCESS, CUDA_ASLEEP, CUDA_PROCESS
 from memtrain.memory.hardware.devices import Hardware
@@ -49,6 +50,20 @@ def test_keys_are_those_of_the_rollout_with_each_prompt_once(ask: Ask, on_h100: 
     weights = 2 * on_h100.shape.num_parameters
     logits = 3 * 4 * 64 * 32_000
     assert settings.sampler_bytes == weights + CUDA_PROCESS + logits + settings.sampler_keys_bytes
+
+
+def test_an_engine_that_takes_all_room_leaves_what_the_trainer_holds_with_its_margin(
+    ask: Ask, on_h100: PlannerInputs
+):
+    """Keys of 100,000 completions are more than there is: the column of generation ends below the card."""
+    many = GRPO | {"train__batch_size": 100_000, "generate__rows": 100_000}
+    found = ask(on_h100, generate__vllm=PYTHON, **many)
+    assert "the rest waits" in decision(found, "sampler_bytes")
+    writing = next(one for one in found.prediction.phases if one.phase == "generation")
+    assert "weights on their way" in {one.owner for one in writing.owners}
+    trainer = round(needed(writing.num_bytes, found.settings) * (1 + MARGIN_SHARE)) + MARGIN_BYTES
+    card = on_h100.hardware.memory_bytes
+    assert card - trainer - MIB < found.settings.sampler_bytes <= card - trainer
 
 
 def test_the_engines_share_stands_in_the_column_of_generation_and_in_no_prediction(
@@ -114,8 +129,8 @@ def test_less_room_means_fewer_keys_and_then_a_refusal(ask: Ask, on_h100: Planne
 def test_generation_beside_training_must_fit_the_budget(ask: Ask, on_h100: PlannerInputs):
     """Moments stay on the device while vLLM writes: with less they wait on the host; then nothing helps."""
     said = GRPO | {"optim__master_weights": False}
-    roomy = ask(on_h100, generate__vllm=PYTHON, memory__budget=5 * GIB, **said)
-    tight = ask(on_h100, generate__vllm=PYTHON, memory__budget=int(4.5 * GIB), **said)
+    roomy = ask(on_h100, generate__vllm=PYTHON, memory__budget=int(5.5 * GIB), **said)
+    tight = ask(on_h100, generate__vllm=PYTHON, memory__budget=int(4.8 * GIB), **said)
     assert (roomy.settings.optimizer_offload, tight.settings.optimizer_offload) == (False, True)
     with pytest.raises(DoesNotFit, match="no plan fits"):
         ask(on_h100, generate__vllm=PYTHON, memory__budget=int(3.5 * GIB), **said)
