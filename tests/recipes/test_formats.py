@@ -19,7 +19,7 @@ from memtrain.recipes.formats import (
     text,
     unpaired,
 )
-from memtrain.recipes.formats.detect import METHOD_FORMATS, detect
+from memtrain.recipes.formats.detect import METHOD_FORMATS, detect, used_columns
 from memtrain.recipes.formats.fields import BadRow, Names, names_of
 from memtrain.recipes.formats.system_prompt import with_system
 from memtrain.recipes.sections.data import Columns
@@ -353,6 +353,22 @@ def test_a_pair_of_single_messages_comes_after_its_conversation():
     }
     _, names = detect(lists, Columns(), "auto", METHOD_FORMATS["dpo"], "d:1")
     assert names.prompt == "prompt"
+
+
+def test_a_verdict_may_be_on_the_last_message_of_a_conversation():
+    """Other methods read such rows as conversations: a column `label` may be anything there."""
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    row = {"messages": messages, "label": False}
+    form, names = detect(row, Columns(), "auto", METHOD_FORMATS["kto"], "d:1")
+    assert form.name == "unpaired"
+    assert used_columns(form.name, names) >= {"messages", "label"}
+    found = form.parse(row, names)
+    assert (found.prompt, found.completion, found.label) == (tuple(messages[:3]), tuple(messages[3:]), False)
+    assert detect(row, Columns(), "auto", METHOD_FORMATS["sft"], "d:1")[0].name == "messages"
+    for ended in (messages[:3], messages[1:2], messages[:1]):
+        with pytest.raises(BadRow, match="does not end with an answer"):
+            form.parse({"messages": ended, "label": True}, names)
 
 
 @pytest.mark.parametrize(

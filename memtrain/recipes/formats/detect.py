@@ -12,6 +12,8 @@ The rule, on the columns of the first row that are not null, after `data.columns
     text                         text
     messages before chosen, rejected that are one message each
                                  preference
+    messages that end with the assistant's, label
+                                 unpaired, for methods that take a verdict
     prompt, and none of these    prompt
 
 A format whose columns are part of a longer match is not counted. Where two are left, the method may use only
@@ -134,6 +136,8 @@ def detect(
     names = names_of(columns, present)
     if "preference" in allowed and declared in ("auto", "preference"):
         names = after_a_conversation(row, names)
+    if "unpaired" in allowed and declared in ("auto", "unpaired"):
+        names = ended_by_the_answer(row, names)
     check_mapping(columns, [str(column) for column in row], where)
     if declared != "auto":
         if declared not in allowed:
@@ -164,6 +168,14 @@ def after_a_conversation(row: Row, names: Names) -> Names:
     has_turns = row.get(names.messages) is not None and row.get(names.prompt) is None
     if has_turns and all(is_message(answer) for answer in answers):
         return replace(names, prompt=names.messages, messages="")
+    return names
+
+
+def ended_by_the_answer(row: Row, names: Names) -> Names:
+    """The names where a verdict is on the last message of a conversation: `messages`, `label`."""
+    has_turns = row.get(names.messages) is not None and row.get(names.label) is not None
+    if has_turns and row.get(names.prompt) is None and row.get(names.completion) is None:
+        return replace(names, prompt=names.messages, completion=names.messages, messages="")
     return names
 
 

@@ -1,12 +1,24 @@
-"""An answer and a verdict on it: `prompt`, `completion`, `label` (true is desirable)."""
+"""An answer and a verdict: `prompt`, `completion`, `label` (true is desirable); or `messages`, `label`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from memtrain.recipes.formats import prompt_completion
-from memtrain.recipes.formats.fields import BadRow, Example, Messages, Names, Row, Tool, shown, value_at
+from memtrain.recipes.formats.fields import (
+    BadRow,
+    Example,
+    Messages,
+    Names,
+    Row,
+    Tool,
+    messages_in,
+    shown,
+    value_at,
+)
+from memtrain.recipes.formats.json_text import template_kwargs_at, tools_at
 from memtrain.recipes.formats.preference import Preference
+from memtrain.recipes.formats.prompt_completion import PromptCompletion
 
 NEEDS = ("prompt", "completion", "label")
 READS = ("prompt", "completion", "label", "tools")
@@ -26,17 +38,31 @@ class Unpaired(Example):
 
 
 def parse(row: Row, names: Names) -> Unpaired:
-    """The prompt, the answer and the verdict of a row.
+    """The prompt, the answer and the verdict of a row; where prompt and answer are one column, the answer is
+    the last message of the conversation there.
 
     Raises: BadRow when one is missing or of the wrong kind.
     """
-    both = prompt_completion.parse(row, names)
+    is_one = names.prompt == names.completion
+    both = _last_answered(row, names) if is_one else prompt_completion.parse(row, names)
     given = value_at(row, names.label)
     verdict = given.lower() if isinstance(given, str) else given
     if not isinstance(verdict, (bool, int, str)) or verdict not in VERDICTS:
         raise BadRow(f"column '{names.label}' is {shown(given)}", "a label is true or false")
     given = both.template_kwargs
     return Unpaired(both.prompt, both.completion, VERDICTS[verdict], both.tools, template_kwargs=given)
+
+
+def _last_answered(row: Row, names: Names) -> PromptCompletion:
+    messages = messages_in(value_at(row, names.prompt), names.prompt)
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise BadRow(
+            f"column '{names.prompt}' does not end with an answer of the assistant to a turn before it",
+            "the verdict is on the last message: let it be the assistant's",
+        )
+    given = template_kwargs_at(row)
+    tools = tools_at(row, names.tools)
+    return PromptCompletion(messages[:-1], messages[-1:], tools, template_kwargs=given)
 
 
 def from_pair(pair: Preference) -> tuple[Unpaired, Unpaired]:

@@ -66,6 +66,23 @@ def not_utf8(error: UnicodeDecodeError) -> BadRow:
     return BadRow(f"not UTF-8: byte 0x{byte:02x} at position {error.start}", "save the file as UTF-8")
 
 
+def refuse_unmarked_utf16(path: Path) -> None:
+    """Refuse a file whose first two bytes are a character and a zero: UTF-16 that does not say so. As UTF-8
+    its text would be read with a zero beside every letter.
+
+    Raises: DataError.
+    """
+    with opened(path) as file:
+        start = file.read(2)
+    if len(start) == 2 and start.count(0) == 1:
+        name = "UTF-16BE" if start[0] == 0 else "UTF-16LE"
+        raise DataError(
+            f"the file is {name}, not UTF-8",
+            str(path),
+            f"convert it: iconv -f {name} -t UTF-8 FILE > NEW_FILE",
+        )
+
+
 def as_row(value: Any) -> Row | BadRow:
     """The value itself when it is an object."""
     if isinstance(value, dict):
@@ -260,6 +277,8 @@ def read_file(path: Path, unit: TextUnit = "line", digest: Digest | None = None)
             f"'{path.name}' cannot be read through {packing}", str(path), f"unpack it with {packing} -d"
         )
     try:
+        if not is_table:
+            refuse_unmarked_utf16(path)
         with opened(path, None if is_table else digest) as file:
             yield from reader(path, file)
         if is_table and digest is not None:

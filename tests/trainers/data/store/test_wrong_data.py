@@ -237,6 +237,20 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
         "{file}",
         "convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE",
     ),
+    "a UTF-16 file without a mark": (
+        "d.csv",
+        "text\nhello".encode("utf-16-le"),
+        "the file is UTF-16LE, not UTF-8",
+        "{file}",
+        "convert it: iconv -f UTF-16LE -t UTF-8 FILE > NEW_FILE",
+    ),
+    "a UTF-16 text file of the other order, without a mark": (
+        "d.txt",
+        "hello".encode("utf-16-be"),
+        "the file is UTF-16BE, not UTF-8",
+        "{file}",
+        "convert it: iconv -f UTF-16BE -t UTF-8 FILE > NEW_FILE",
+    ),
     "columns of no format": (
         "d.jsonl",
         b'{"query": "a", "response": "b"}\n',
