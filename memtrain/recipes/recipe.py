@@ -321,8 +321,7 @@ class Recipe(Section):
             raise ValueError(
                 f"{self.method} needs rewards; set rewards: {{functions: exact_answer}}, or your own function"
             )
-        has_held_out = bool(self.data.eval or self.data.eval_fraction)
-        if has_held_out and all(one.pairwise for one in self.rewards.functions):
+        if self.data.holds_out and all(one.pairwise for one in self.rewards.functions):
             raise ValueError(
                 "a pairwise judge compares completions of one prompt, and held-out prompts get one each; add "
                 "a reward function (weight: 0 is enough), or remove data.eval_fraction and data.eval"

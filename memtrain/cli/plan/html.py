@@ -9,7 +9,7 @@ from memtrain.cli.plan.answer import Answer
 from memtrain.cli.plan.tables import host_words, recipe_name, seconds, settings_words, sum_rows
 from memtrain.memory.estimate.pricing import Priced
 from memtrain.memory.explain.reasons import gains, left_out, time_words
-from memtrain.memory.explain.tables import with_vllm
+from memtrain.memory.explain.tables import as_run, with_vllm
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.pinned_recipe import pins, yaml_lines
 from memtrain.trainers.pages.charts import Figure
@@ -58,8 +58,9 @@ def _memory(made: Answer, traced: Traced | None) -> Figure:
     resolved = made.resolved
     # The budget is without a vLLM process that never sleeps: its bar would pass the line.
     sleeps = resolved.settings.sampler_sleep != "none"
-    told = resolved.prediction
-    shown = with_vllm(told, resolved.settings, resolved.case.recipe) if sleeps else told
+    recipe = resolved.case.recipe
+    told = as_run(resolved.prediction, recipe)
+    shown = with_vllm(told, resolved.settings, recipe) if sleeps else told
     rows = [predicted_bar(one.phase, one) for one in shown.phases]
     if traced is not None:
         found = traced.prediction.peak

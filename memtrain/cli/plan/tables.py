@@ -11,7 +11,7 @@ from memtrain.cli.plan.answer import Answer, everything, figures_words, host_jso
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, Priced
 from memtrain.memory.estimate.static import overhead
 from memtrain.memory.explain.reasons import gains, left_out, time_words
-from memtrain.memory.explain.tables import difference, owner_table, verdict, with_vllm
+from memtrain.memory.explain.tables import as_run, difference, owner_table, verdict, with_vllm
 from memtrain.memory.plan.length_profile import LengthReport, by_answer_words
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.plan.settings import Settings
@@ -48,7 +48,8 @@ def print_answer(made: Answer, *, explain: bool) -> None:
     if made.report is not None:
         print_text(rows_words(made.report))
     typer.echo()
-    shown = with_vllm(resolved.prediction, resolved.settings, resolved.case.recipe)
+    recipe = resolved.case.recipe
+    shown = with_vllm(as_run(resolved.prediction, recipe), resolved.settings, recipe)
     print_table(*owner_table(shown, resolved.plain))
     typer.echo()
     rows = sum_rows(made)

@@ -28,9 +28,9 @@ def owner_table(prediction: Prediction, plain: Prediction) -> tuple[list[str], l
     """
     columns = [*prediction.phases, plain.peak]
     held = [{owned.owner: owned.num_bytes for owned in phase.owners} for phase in columns]
-    names = sorted(
-        {name for owners in held for name in owners}, key=lambda n: -max(o.get(n, 0) for o in held)
-    )
+    # Of owners that are as large, the first one that is met stays first.
+    met = dict.fromkeys(name for owners in held for name in owners)
+    names = sorted(met, key=lambda n: -max(o.get(n, 0) for o in held))
     is_large = max(phase.num_bytes for phase in columns) >= GIB
     unit, digits = (GIB, 2) if is_large else (MIB, 1)
     # What would be a row of zeros is not told apart.
@@ -49,6 +49,14 @@ def owner_table(prediction: Prediction, plain: Prediction) -> tuple[list[str], l
 
 
 VLLM = "vLLM's process"
+
+
+def as_run(prediction: Prediction, recipe: Recipe) -> Prediction:
+    """The prediction without the evaluation of a run that holds out no rows, to be shown."""
+    if recipe.data.holds_out or prediction.peak.phase == "evaluation":
+        return prediction
+    phases = tuple(phase for phase in prediction.phases if phase.phase != "evaluation")
+    return prediction.model_copy(update={"phases": phases})
 
 
 def with_vllm(prediction: Prediction, settings: Settings, recipe: Recipe) -> Prediction:

@@ -204,6 +204,11 @@ class Data(Section):
         return self
 
     @property
+    def holds_out(self) -> bool:
+        """Whether the run has held-out rows, which it evaluates."""
+        return bool(self.eval or self.eval_fraction)
+
+    @property
     def eval_sets(self) -> tuple[str, ...]:
         """Names of the evaluation sets, in their order; none where held-out rows have no names."""
         return tuple(dict.fromkeys(source.set for source in self.eval if source.set is not None))

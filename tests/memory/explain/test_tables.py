@@ -1,10 +1,13 @@
 """A plan in tables and sentences."""
 
+import pytest
+
 from memtrain.memory.estimate.static import needed
-from memtrain.memory.explain.tables import difference, largest_owners, owner_table, verdict
+from memtrain.memory.explain.tables import as_run, difference, largest_owners, owner_table, verdict
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB
+from memtrain.recipes.recipe import Recipe
 
 
 def phase(name, **owners):
@@ -34,6 +37,24 @@ def test_owners_are_rows_and_phases_are_columns_with_the_plain_run_last():
         ["gradients", "0", "1.00", "1.00"],
         ["total", "2.00", "3.50", "19.00"],
     ]
+
+
+@pytest.mark.parametrize(("held_out", "columns"), [(0.0, ["load", "step"]), (0.1, ["load", "step", "eval"])])
+def test_a_run_that_holds_out_no_rows_has_no_column_of_evaluation(held_out, columns):
+    plan = prediction(*CHOSEN.phases, phase("evaluation", weights=2 * GIB))
+    data = {"train": ("d.jsonl",), "eval_fraction": held_out}
+    recipe = Recipe.model_validate({"method": "sft", "model": {"path": "m"}, "data": data})
+    headers, _ = owner_table(as_run(plan, recipe), BARE)
+    assert headers == ["GiB", *columns, "plain"]
+    if not held_out:
+        highest = prediction(phase("evaluation", weights=9 * GIB), *CHOSEN.phases)
+        assert as_run(highest, recipe) == highest
+
+
+def test_owners_of_one_size_stay_in_their_order():
+    plan = prediction(phase("load", weights=GIB, optimizer=GIB, gradients=GIB, activations=GIB))
+    _, rows = owner_table(plan, plan)
+    assert [row[0] for row in rows[:-1]] == ["weights", "optimizer", "gradients", "activations"]
 
 
 def test_a_small_plan_is_reported_in_mib():

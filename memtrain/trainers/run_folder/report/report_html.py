@@ -25,6 +25,7 @@ from memtrain.trainers.run_folder.report.evaluation_rows import (
     sample_columns,
 )
 from memtrain.trainers.run_folder.report.expert_rows import expert_words, layers_of
+from memtrain.trainers.run_folder.report.phase_memory import lighter_words
 from memtrain.trainers.run_folder.report.report import (
     Figures,
     Report,
@@ -82,6 +83,7 @@ def render_report(report: Report) -> str:
         folded=folded,
         memory=memory_of(report),
         phases=phases_of(report),
+        lighter=lighter_words(phases_of(report), report.plan),
         splits=[(data, _lengths(report, data), lost_words(data), source_words(data)) for data in report.data],
         experts=layers_of(report.experts),
         expert_words=expert_words(report.experts),

@@ -160,6 +160,19 @@ def test_a_lighter_step_than_the_heaviest_says_so(make_plan: MakePlan):
         assert said == ([words] if is_said else [])
 
 
+def test_the_page_says_that_a_step_was_lighter(tmp_path: Path, make_plan: MakePlan):
+    plan = make_plan()
+    plan = plan.model_copy(update={"settings": plan.settings.model_copy(update={"micro_tokens": 512})})
+    said = "Predicted for micro-batches of up to 512 tokens; the largest had 400 in the steady step."
+    most = {one.phase: one.num_bytes for one in plan.prediction.phases}["steady step"]
+    for allocated, is_said in ((most // 2, True), (most, False)):
+        step = MemoryEvent(step=3, phase="steady step", allocated=allocated, tokens=400)
+        events = [one for one in EVENTS if not isinstance(one, MemoryEvent)]
+        (apart := tmp_path / str(allocated)).mkdir()
+        page = write_report(run_folder(apart, plan, [*events, step])).read_text()
+        assert (said in page) == is_said
+
+
 def test_the_page_needs_nothing_beside_itself(tmp_path: Path, make_plan: MakePlan):
     page = write_report(run_folder(tmp_path, make_plan(), EVENTS)).read_text()
     assert Page(page).fetched == []
