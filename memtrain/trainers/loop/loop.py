@@ -228,6 +228,8 @@ def whole_gradients(run: Run, work: StepWork, *, is_trial: bool = False) -> dict
         before_step(run, feed, work.sequences, [part.sequences for part in parts], is_trial=is_trial)
 
         def seed_part(index: int) -> None:
+            if index == len(parts) - 1:
+                run.host_time.last_part(len(parts))
             part = parts[index]
             seed_step(seed, work.step, part.micro_batch * run.ranks.world + run.ranks.rank, part.number)
 

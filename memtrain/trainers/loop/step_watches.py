@@ -23,8 +23,9 @@ from memtrain.trainers.runtime.ranks import Ranks
 def host_time_of(plan: Plan, sinks: EventSinks, position: TrainState, ranks: Ranks) -> HostTime:
     """Look at one step of the main rank, where steps are measured at all."""
 
-    def note(waited: float, seconds: float) -> None:
-        sinks.emit(HostEvent(step=position.step + 1, waited=waited, seconds=seconds))
+    def note(waited: float, seconds: float, num_parts: int) -> None:
+        event = HostEvent(step=position.step + 1, waited=waited, seconds=seconds, micro_batches=num_parts)
+        sinks.emit(event)
 
     is_on = ranks.is_main and plan.recipe.memory.measure_peaks
     return HostTime(local_device(plan.settings), note, is_on=is_on)

@@ -126,13 +126,15 @@ class MemoryEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostEvent:
-    """`host`: the host's share of one step that was looked at closely."""
+    """`host`: the host's share of one step, or of the end of it, that was looked at closely."""
 
     step: int
     waited: float
     """Share of the step in which a GPU had nothing to do; on a CPU, in which no operator was at work."""
     seconds: float
-    """Wall time of the step."""
+    """Wall time that was looked at: of the step's last micro-batch and its update."""
+    micro_batches: int = 1
+    """Of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

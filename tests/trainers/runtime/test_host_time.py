@@ -7,6 +7,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memtrain.trainers.runtime import host_time
 from memtrain.trainers.runtime.host_time import SETTLED_STEPS, HostTime, _spans, covered
 
 
@@ -40,19 +41,23 @@ def work(watch: HostTime, steps: int) -> None:
     ones = torch.ones(64, 64)
     for _ in range(steps):
         with watch.step():
-            for _ in range(20):
-                ones @ ones
+            for part in range(3):
+                if part == 2:
+                    watch.last_part(3)
+                for _ in range(20):
+                    ones @ ones
 
 
 def test_one_step_is_looked_at_when_the_run_has_settled():
     reported = []
-    watch = HostTime(torch.device("cpu"), lambda share, seconds: reported.append((share, seconds)))
+    watch = HostTime(torch.device("cpu"), lambda *told: reported.append(told))
     work(watch, SETTLED_STEPS)
     assert reported == []
     work(watch, 3)
-    ((share, seconds),) = reported
+    ((share, seconds, num_parts),) = reported
     assert 0 < share < 1
     assert seconds > 0
+    assert num_parts == 3
 
 
 def test_a_step_whose_operators_are_watched_one_by_one_is_passed_over():
@@ -61,7 +66,7 @@ def test_a_step_whose_operators_are_watched_one_by_one_is_passed_over():
             return func(*args, **(kwargs or {}))
 
     reported = []
-    watch = HostTime(torch.device("cpu"), lambda share, seconds: reported.append(share))
+    watch = HostTime(torch.device("cpu"), lambda *told: reported.append(told))
     with Watching():
         work(watch, SETTLED_STEPS + 2)
     assert reported == []
@@ -70,7 +75,31 @@ def test_a_step_whose_operators_are_watched_one_by_one_is_passed_over():
 
 
 def test_an_error_in_the_step_comes_through():
-    watch = HostTime(torch.device("cpu"), lambda share, seconds: None)
+    watch = HostTime(torch.device("cpu"), lambda *told: None)
     work(watch, SETTLED_STEPS)
-    with pytest.raises(ZeroDivisionError), watch.step():
-        1 / 0  # noqa: B018
+    for has_begun in (False, True):
+        with pytest.raises(ZeroDivisionError), watch.step():
+            _ = watch.last_part(1) if has_begun else None, 1 / 0
+
+
+def test_only_the_last_micro_batch_is_recorded(monkeypatch):
+    """Each has 20 products; one that is tried again, because memory ran out in it, is recorded anew."""
+    recorded = []
+    monkeypatch.setattr(host_time, "_spans", lambda seen, kind: recorded.extend(products_in(seen)) or [])
+    reported = []
+    watch = HostTime(torch.device("cpu"), lambda *told: reported.append(told))
+    work(watch, SETTLED_STEPS + 1)
+    assert len(recorded) == 20
+    watch = HostTime(torch.device("cpu"), lambda *told: reported.append(told))
+    work(watch, SETTLED_STEPS)
+    recorded.clear()
+    ones = torch.ones(64, 64)
+    with watch.step():
+        for _ in range(2):
+            watch.last_part(1)
+            ones @ ones
+    assert len(recorded) == 1
+
+
+def products_in(seen):
+    return [event for event in seen.profiler.kineto_results.events() if event.name() == "aten::mm"]

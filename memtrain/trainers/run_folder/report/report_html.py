@@ -45,7 +45,7 @@ from memtrain.trainers.run_folder.report.rollout_words import (
     turn_words,
 )
 from memtrain.trainers.run_folder.report.sample import sample_rows
-from memtrain.trainers.run_folder.report.time_words import host_memory_words
+from memtrain.trainers.run_folder.report.time_words import host_memory_words, looked_at
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -122,7 +122,7 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
     if report.host is not None:
         on_gpu = report.plan is not None and report.plan.settings.device == "cuda"
         why = "the GPU waited for the host" if on_gpu else "Python, not torch's operators"
-        tiles.append(("host time", f"{report.host.waited:.1%}", f"of step {report.host.step:,}: {why}"))
+        tiles.append(("host time", f"{report.host.waited:.1%}", f"of {looked_at(report.host)}: {why}"))
     predicted = f"{gib(figures.predicted_bytes)} predicted" if figures.predicted_bytes is not None else ""
     measured = gib(figures.measured_bytes) if figures.measured_bytes is not None else "not measured"
     tiles.append(("peak memory", measured, predicted))

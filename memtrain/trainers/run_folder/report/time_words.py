@@ -21,8 +21,15 @@ def host_words(host: HostEvent | None, *, is_on_gpu: bool) -> str:
         return ""
     share = f"{host.waited:.1%}".replace("%", " %")
     if is_on_gpu:
-        return f"GPU waited for the host: {share} of step {host.step:,}"
-    return f"{share} of step {host.step:,} is Python, not torch's operators"
+        return f"GPU waited for the host: {share} of {looked_at(host)}"
+    return f"{share} of {looked_at(host)} is Python, not torch's operators"
+
+
+def looked_at(host: HostEvent) -> str:
+    """The part of a run that the share is of."""
+    if host.micro_batches == 1:
+        return f"step {host.step:,}"
+    return f"the last of {host.micro_batches:,} micro-batches of step {host.step:,}"
 
 
 def host_memory_words(found: HostMemoryEvent | None, plan: Plan | None) -> str:

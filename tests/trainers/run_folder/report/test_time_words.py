@@ -1,6 +1,7 @@
 """Words about the host: its share of a step, its memory beside the prediction."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +26,9 @@ def on(plan: Plan, device: str) -> Plan:
 def test_the_hosts_share_of_a_step_is_told(is_on_gpu: bool, words: str):
     event = HostEvent(step=1204, waited=0.1234, seconds=0.5)
     assert host_words(event, is_on_gpu=is_on_gpu) == words
+    several = replace(event, micro_batches=64)
+    last = "the last of 64 micro-batches of step 1,204"
+    assert host_words(several, is_on_gpu=is_on_gpu) == words.replace("step 1,204", last)
     assert host_words(None, is_on_gpu=is_on_gpu) == ""
 
 
