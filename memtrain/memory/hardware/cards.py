@@ -44,17 +44,21 @@ class Card:
 # and Answer.AI published were 1.2 to 1.45 times as fast as predicted.
 CARDS = (
     Card("H200", r"h200", 141, 139.72, (9, 0), 989, 67, 4800, 64),
-    Card("H100", r"h100.*(80gb|hbm3|sxm)|h100", 80, 79.10, (9, 0), 989, 67, 3350, 64),
+    Card("H100", r"h[18]00.*(80gb|hbm3|sxm)|h[18]00", 80, 79.10, (9, 0), 989, 67, 3350, 64),
     Card("H100-PCIe", r"h100 pcie", 80, 79.10, (9, 0), 756, 51, 2000, 64),
     Card("H100-NVL", r"h100 nvl", 94, 93.10, (9, 0), 835, 60, 3900, 64),
     Card("GH200", r"gh200", 96, 94.50, (9, 0), 989, 67, 4000, 450),
+    # No message of a H20 was found; its memory is taken for a GH200's.
+    Card("H20", r"\bh20\b", 96, 94.50, (9, 0), 148, 44, 4000, 64),
     Card("B200", r"\bg?b200", 180, 178.35, (10, 0), 2250, 75, 8000, 64),
     Card("B300", r"\bg?b300", 288, 267.69, (10, 3), 2250, 75, 8000, 64),
     Card("RTX-PRO-6000", r"rtx pro 6000", 96, 94.97, (12, 0), 500, 125, 1792, 64),
-    Card("A100-40", r"a100.*40gb", 40, 39.38, (8, 0), 312, 19.5, 1555, 32),
-    Card("A100-80", r"a100.*80gb", 80, 79.14, (8, 0), 312, 19.5, 2039, 32),
+    Card("A100-40", r"a[18]00.*40gb", 40, 39.38, (8, 0), 312, 19.5, 1555, 32),
+    Card("A100-80", r"a[18]00.*80gb", 80, 79.14, (8, 0), 312, 19.5, 2039, 32),
+    Card("A30", r"\ba30\b", 24, 23.53, (8, 0), 165, 10.3, 933, 32),
     Card("A40", r"\ba40\b", 48, 44.34, (8, 6), 150, 37, 696, 32),
     Card("L4", r"\bl4\b", 24, 21.95, (8, 9), 121, 30, 300, 32),
+    Card("L20", r"\bl20\b", 48, 44.53, (8, 9), 119, 60, 864, 32),
     Card("L40", r"\bl40\b", 48, 44.31, (8, 9), 181, 90, 864, 32),
     Card("L40S", r"l40s", 48, 44.31, (8, 9), 362, 91, 864, 32),
     Card("A10G", r"a10g", 24, 21.98, (8, 6), 70, 35, 600, 32),
@@ -84,6 +88,11 @@ CARDS = (
 )
 ALIASES = {
     "A100": "A100-80",
+    "A800": "A100-80",
+    "H800": "H100",
+    "3090-TI": "3090",
+    "4080-SUPER": "4080",
+    "4090-D": "4090",
     "V100": "V100-32",
     "H100-SXM": "H100",
     "4060-TI": "4060-Ti-16",
@@ -93,11 +102,20 @@ ALIASES = {
 
 
 def named_card(name: str) -> Card | None:
-    """The card that people call so (`4090`, `RTX 4090`, `a100-40GB`, `4060ti`); None for an unknown one."""
+    """The card that people call so (`4090`, `RTX 4090`, `a100-40GB`, `4060ti`), or a driver (`A800-SXM4-80GB`,
+    `NVIDIA H100 80GB HBM3`); None for an unknown one."""
     wanted = _letters(name)
     of_letters = {_letters(card.name): card for card in CARDS}
     short = {_letters(alias): of_letters[_letters(name)] for alias, name in ALIASES.items()}
-    return (of_letters | short).get(wanted)
+    return (of_letters | short).get(wanted) or _of_driver_alone(name.lower().replace("-", " "))
+
+
+def _of_driver_alone(name: str) -> Card | None:
+    """The card of a driver's name, unless the name is of a larger sister (`RTX 3080 Ti`)."""
+    card, sister = card_of_driver(name), re.compile(r"\b(ti|super)\b")
+    if card is None or sister.search(name) and not sister.search(card.name.lower().replace("-", " ")):
+        return None
+    return card
 
 
 def _letters(name: str) -> str:

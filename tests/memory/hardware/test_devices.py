@@ -23,7 +23,9 @@ SMI = """0, GPU-aa, NVIDIA H100 80GB HBM3, 81559, 80994, 9.0, 551
     + [("t4", 14.5, 14.8, False), ("v100-16gb", 15.7, 15.8, False), ("l4", 21.9, 22.2, True)]
     + [("3060", 11.5, 11.8, True), ("rtx-pro-6000", 94.9, 95, True), ("b300", 267, 268, True)]
     + [("4060ti", 15.5, 15.6, True), ("RTX6000 Ada", 47.3, 47.4, True), ("rtxpro6000", 94.9, 95, True)]
-    + [("NVIDIA GeForce RTX 4070 Ti SUPER", 15.5, 15.6, True)],
+    + [("NVIDIA GeForce RTX 4070 Ti SUPER", 15.5, 15.6, True), ("NVIDIA H100 80GB HBM3", 79, 79.2, True)]
+    + [("A800-SXM4-80GB", 79, 79.3, True), ("h800", 79, 79.2, True), ("L20", 44.5, 44.6, True)]
+    + [("NVIDIA H20", 94, 95, True), ("V100-SXM2-32GB", 31.7, 31.8, False)],
 )
 def test_a_named_card_has_its_memory_and_precision(name, least_gib, most_gib, bf16):
     card = Hardware.named(name)
@@ -36,6 +38,11 @@ def test_a_named_card_has_its_memory_and_precision(name, least_gib, most_gib, bf
 def test_a_gpu_of_amd_is_called_one(name):
     with pytest.raises(RecipeError, match="is an AMD GPU"):
         Hardware.named(name)
+
+
+@pytest.mark.parametrize("name", ["RTX 3080 Ti", "3080-ti", "mi300", "gtx1080"])
+def test_a_larger_sister_of_a_card_is_not_taken_for_it(name):
+    assert named_card(name) is None
 
 
 def test_no_card_has_more_than_it_is_sold_with():
@@ -115,8 +122,9 @@ def test_every_line_of_the_table_is_a_possible_card():
     """A slip of a digit in a rate would time every run on that card wrongly."""
     for card in CARDS:
         assert 1.9 <= card.half_tflops / card.single_tflops <= 30.1, card.name
-        # Operations that a product makes for each byte that the memory gives: 70 to 420 in all generations.
-        assert 60 <= card.half_tflops * 1e3 / card.gb_per_s <= 430, card.name
+        # Operations that a product makes for each byte that the memory gives: 70 to 420 in all generations,
+        # but 37 of an H20, whose products were made slow.
+        assert (36 if card.name == "H20" else 60) <= card.half_tflops * 1e3 / card.gb_per_s <= 430, card.name
         assert card.pcie_gb_per_s in (16, 32, 64, 450), card.name
         assert 0 < card.reached <= 1, card.name
 
