@@ -47,6 +47,12 @@ MaxLength = Annotated[
     int | None,
     typer.Option("--max-length", min=1, help="Longest row in tokens, if the configuration does not say it."),
 ]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="Model to plan in place of the configuration's, whose folder is on another machine."
+    ),
+]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the recipe that fits.", show_default=False)
 ]
@@ -68,6 +74,7 @@ def rescue(
     tool: Tool = None,
     method: Method = None,
     max_length: MaxLength = None,
+    model: ModelName = None,
     output: Output = None,
     as_json: Json = False,
     html: Html = None,
@@ -92,7 +99,7 @@ def rescue(
     text = "" if traceback is None else sys.stdin.read() if traceback == "-" else _read(traceback)
     method = None if method is None else spelled_method(method)
     found = rescued(
-        RescueQuestion(config, text, gpu, budget, num_gpus, tool, method, max_length, host_memory)
+        RescueQuestion(config, text, gpu, budget, num_gpus, tool, method, max_length, host_memory, model)
     )
     if output is not None and found.recipe_text:
         write_text(found.recipe_text, output, replace=force, confirm_on_stderr=True)

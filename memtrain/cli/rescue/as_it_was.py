@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from memtrain.cli.plan.lookup import ELSEWHERE, LookedAt, facts_without_data, look_at_model
+from memtrain.cli.rescue.model import looked_at
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.peaks import step_moments, total
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced, heaviest, may_accumulate, price
 from memtrain.memory.estimate.workload import TRANSFORMERS, Workload
 from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.plan.engine_kinds import ZERO
+from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.plan import Owned, PhasePeak
 from memtrain.memory.planner.resolve import open_space
 from memtrain.memory.rules.ledger import SourcedRecipe
@@ -40,13 +42,9 @@ class AsItWas:
     notes: tuple[str, ...]
 
 
-@lru_cache(maxsize=8)
-def looked_at(path: str, revision: str | None) -> LookedAt:
-    """A model's configuration, looked up once for all the changes that are tried.
-
-    Raises: LaunchError when it is nowhere.
-    """
-    return look_at_model(Model(path=path, revision=revision))
+_NEAREST = {"zero1": ("zero1", "ddp"), "zero2": ("zero2", "ddp"), "ddp": ("ddp",)}
+"""Engines that a run is planned as, the first that memtrain has: one that cuts weights never stands for one
+that keeps them whole."""
 
 
 def as_it_was(
@@ -63,9 +61,11 @@ def as_it_was(
     imported = import_config(foreign, has_stand_ins=True)
     recipe, notes = with_a_length(imported.whole(), max_length)
     facts = replace(facts_of(recipe, hardware, PRESUMED), foreign=TRANSFORMERS)
+    taken = looked_at(recipe.model.path, recipe.model.revision)[1] if recipe.model.path else ""
+    notes = (taken, *notes) if taken else notes
     keys = {**imported.pins, **(pins or {}), "memory.budget": budget}
     engine = str(keys["cluster.engine"])
-    for nearest in dict.fromkeys((engine, "fsdp2", "ddp")):
+    for nearest in _NEAREST.get(engine, (engine, "fsdp2", "ddp")):
         there = {"cluster.engine": nearest}
         if nearest == "ddp":
             # Whole weights on every device: no shard could wait on the host.
@@ -89,8 +89,17 @@ def priced_with(
     for key, value in keys.items():
         if _is_of_method(recipe, key):
             recipe = _set(recipe, key, value)
+    kind, engine = recipe.optim.kind, recipe.cluster.engine
+    is_eight_bit = OPTIMIZERS[kind].is_bitsandbytes and engine in (*ZERO, "fsdp2")
+    if is_eight_bit:
+        # memtrain has no such states in shards; other tools have, and they are priced below.
+        recipe = with_key(recipe, "optim.kind", "adamw")
     _, case, choices = open_space(SourcedRecipe(recipe, lambda key: "default"), facts)
-    priced = [price(settings, case.facts) for settings in choices.groups[0]]
+    settled = [
+        settings.model_copy(update={"optimizer": kind}) if is_eight_bit else settings
+        for settings in choices.groups[0]
+    ]
+    priced = [price(settings, case.facts) for settings in settled]
     return min(priced, key=lambda one: one.step_s), case.facts
 
 
@@ -104,7 +113,7 @@ def facts_of(recipe: Recipe, hardware: Hardware, presumed: frozenset[str] = ELSE
 def _look(model: Model) -> LookedAt:
     if model.path is None:
         return look_at_model(model)
-    return looked_at(model.path, model.revision)
+    return looked_at(model.path, model.revision)[0]
 
 
 def with_a_length(recipe: Recipe, max_length: int | None) -> tuple[Recipe, tuple[str, ...]]:

@@ -9,6 +9,7 @@ from typing import get_args
 
 from memtrain.cli.rescue.as_it_was import AsItWas, as_it_was, died_in, facts_of, with_a_length
 from memtrain.cli.rescue.clues import clues
+from memtrain.cli.rescue.model import with_model
 from memtrain.cli.rescue.own_tool import Way, own_way
 from memtrain.cli.rescue.traceback import NOTHING, OomReport, read_traceback
 from memtrain.errors import DoesNotFit, RecipeError
@@ -65,6 +66,7 @@ class RescueQuestion:
     method: str | None = None
     max_length: int | None = None
     host_memory: str | None = None
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,8 @@ def rescued(asked: RescueQuestion) -> Rescue:
     own = _own_recipe(asked)
     if own is not None:
         return _of_recipe(asked, own, _died(asked))
-    return rescued_foreign(read_foreign(asked.config, asked.tool, asked.method, asked.num_gpus), asked)
+    foreign = read_foreign(asked.config, asked.tool, asked.method, asked.num_gpus)
+    return rescued_foreign(with_model(foreign, asked.model), asked)
 
 
 def _died(asked: RescueQuestion) -> OomReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,14 @@ def known_config(model_id: str) -> Mapping[str, Any] | None:
             if same in _SHAPES:
                 return _SHAPES[same]
     return None
+
+
+def known_name(path: str) -> str | None:
+    """The longest name of a model in the table that a folder's name begins with (`/x/Qwen1.5-14B-Chat-v3.0`);
+    None where there is none."""
+    folder = path.rstrip("/").rsplit("/", 1)[-1].lower().replace("_", "-").removeprefix("meta-")
+    names = [name for name in _SHAPES if re.match(rf"{re.escape(name)}(?![a-z0-9.])", folder)]
+    return max(names, key=len, default=None)
 
 
 def known_models() -> tuple[str, ...]:
@@ -147,6 +156,7 @@ _SHAPES: dict[str, Mapping[str, Any]] = {**MORE_SHAPES, **MIXTURES} | {
         "sliding_window": None,
         "max_position_embeddings": 32768,
     },
+    "gemma-3-270m": _gemma3(640, 2048, 18, 4, 1, 512, 32768, 262144),
     "gemma-3-1b": _gemma3(1152, 6912, 26, 4, 1, 512, 32768, 262144),
     "gemma-3-4b": _gemma3(2560, 10240, 34, 8, 4, 1024, 131072, 262208),
     "gemma-3-12b": _gemma3(3840, 15360, 48, 16, 8, 1024, 131072, 262208),

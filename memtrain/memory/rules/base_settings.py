@@ -49,7 +49,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
     dtype = decide_dtype(ledger, hardware)
     refuse_targets(ledger, facts.shape)
     refuse_precision(ledger, dtype)
-    refuse_engine(ledger, processes, dtype)
+    refuse_engine(ledger, processes, dtype, is_foreign=facts.foreign is not None)
     refuse_context(ledger, processes, facts.config, facts.shape)
     attention = decide_attention(ledger, hardware, dtype, facts.config)
     refuse_past_positions(ledger, facts.shape.num_positions, facts.longest_piece)

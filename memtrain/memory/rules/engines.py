@@ -80,8 +80,9 @@ def closed_engines(
     return tuple(found)
 
 
-def refuse_engine(ledger: DecisionLog, processes: int, dtype: str) -> None:
-    """Refuse settings that the named engine does not support."""
+def refuse_engine(ledger: DecisionLog, processes: int, dtype: str, *, is_foreign: bool = False) -> None:
+    """Refuse settings that the named engine does not support. `is_foreign`: in another tool's run, whose
+    DeepSpeed rounds and scales as it likes."""
     recipe = ledger.asked.recipe
     asked = recipe.cluster.engine
     _refuse_offload(ledger, processes)
@@ -101,7 +102,7 @@ def refuse_engine(ledger: DecisionLog, processes: int, dtype: str) -> None:
         )
     faults = fsdp2_faults(recipe, dtype) if asked == "fsdp2" else []
     if asked in ZERO:
-        faults = zero_faults(recipe, dtype, asked)
+        faults = zero_faults(recipe, dtype, asked, is_foreign=is_foreign)
     for what, path, fix in faults:
         ledger.refuse(f"cluster.engine {asked}: {what}", path, fix)
 
@@ -204,8 +205,11 @@ def vllm_faults(recipe: Recipe) -> list[tuple[str, str, str]]:
     ]
 
 
-def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str, str]]:
-    """(what, where, fix) of each part of a recipe that DeepSpeed's engine cannot honour."""
+def zero_faults(
+    recipe: Recipe, dtype: str, engine: str, *, is_foreign: bool = False
+) -> list[tuple[str, str, str]]:
+    """(what, where, fix) of each part of a recipe that DeepSpeed's engine cannot honour. `is_foreign`: of
+    those alone that cannot be planned."""
     in_parts = engine == "zero3"
     faults = vllm_faults(recipe) if in_parts else []
     faults += _unshared_faults(recipe, "of flat parts")
@@ -228,27 +232,34 @@ def zero_faults(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str,
     if recipe.model.compile == "on":
         what = "DeepSpeed's hooks work inside of a layer's pass, and were not tried with compiled layers"
         faults.append((what, "model.compile", "set it to off, or cluster.engine: fsdp2 or ddp"))
-    if dtype == "float16":
-        faults.append(("float16 needs loss scaling, and is untested", "model.dtype", "use bfloat16"))
-    has_float = recipe.model.adapter is not None or METHODS[recipe.method].trains_numbers
-    if dtype == "bfloat16" and has_float:
-        what = (
-            "the engine would round parts that are trained in float32 (an adapter, a score or value "
-            "head) to bfloat16"
-        )
-        faults.append((what, "model.dtype", "set it to float32, or cluster.engine: fsdp2"))
-    elif dtype == "bfloat16" and recipe.optim.master_weights is False:
-        what = "the engine keeps float32 copies of bfloat16 weights in any case"
-        faults.append((what, "optim.master_weights", "leave it out"))
-    elif dtype == "bfloat16" and engine == "zero1":
-        what = "the engine adds gradients of bfloat16 weights in bfloat16, which loses small ones"
-        faults.append((what, PATH, "set it to zero2, which adds gradients in float32"))
+    if not is_foreign:
+        faults += _roundings(recipe, dtype, engine)
     section = recipe.near_reference
     if in_parts and section is not None and section.reference == "synced":
         what = "a reference that follows the policy would have to gather the weights"
         fix = "cluster.engine: fsdp2"
         faults.append((what, f"{recipe.method}.reference", f"use precomputed or copy, or {fix}"))
     return faults
+
+
+def _roundings(recipe: Recipe, dtype: str, engine: str) -> list[tuple[str, str, str]]:
+    """(what, where, fix) of bits that DeepSpeed's engine would lose."""
+    has_float = recipe.model.adapter is not None or METHODS[recipe.method].trains_numbers
+    if dtype == "float16":
+        return [("float16 needs loss scaling, and is untested", "model.dtype", "use bfloat16")]
+    if dtype == "bfloat16" and has_float:
+        what = (
+            "the engine would round parts that are trained in float32 (an adapter, a score or value "
+            "head) to bfloat16"
+        )
+        return [(what, "model.dtype", "set it to float32, or cluster.engine: fsdp2")]
+    if dtype == "bfloat16" and recipe.optim.master_weights is False:
+        what = "the engine keeps float32 copies of bfloat16 weights in any case"
+        return [(what, "optim.master_weights", "leave it out")]
+    if dtype == "bfloat16" and engine == "zero1":
+        what = "the engine adds gradients of bfloat16 weights in bfloat16, which loses small ones"
+        return [(what, PATH, "set it to zero2, which adds gradients in float32")]
+    return []
 
 
 def fsdp2_faults(recipe: Recipe, dtype: str) -> list[tuple[str, str, str]]:

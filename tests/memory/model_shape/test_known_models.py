@@ -3,7 +3,7 @@
 import pytest
 
 from memtrain.cli.plan.model_shape import shape_for
-from memtrain.memory.model_shape.known_models import known_config, known_models
+from memtrain.memory.model_shape.known_models import known_config, known_models, known_name
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.reading.shipped import shipped_names
@@ -25,6 +25,7 @@ PUBLISHED = {
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "google/gemma-3-1b-it": 999_885_952,
+    "unsloth/gemma-3-270m": 268_098_176,
     "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
     "meta-llama/Llama-2-7b-chat-hf": 6_738_415_616,
     "NousResearch/Llama-2-13b-hf": 13_015_864_320,
@@ -132,3 +133,13 @@ def test_every_shipped_recipe_names_a_known_model():
 def test_an_unknown_model_has_no_shape():
     assert known_config("someone/other-7b") is None
     assert "llama-3.1-8b" in known_models()
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("/data/qwen/Qwen1.5-14B-Chat-v3.0", "qwen1.5-14b"), ("./Qwen/Qwen2.5-7B/", "qwen2.5-7b")]
+    + [("/models/Qwen2.5-Coder-7B-Instruct", "qwen2.5-coder-7b"), ("/m/Meta-Llama-3.1-8B_ft", "llama-3.1-8b")]
+    + [("/models/Qwen2.5-VL-7B", None), ("/m/gemma-2-27bx", None), ("/public/model", None)],
+)
+def test_a_folder_is_known_by_the_longest_name_that_it_begins_with(folder, name):
+    assert known_name(folder) == name

@@ -13,7 +13,13 @@ from memtrain.memory.estimate.activations import layer_backward, norm_backward
 from memtrain.memory.estimate.head import head_bytes
 from memtrain.memory.estimate.kept import Kept
 from memtrain.memory.estimate.sharded.zero_config import bucket_of, stage_of
-from memtrain.memory.estimate.static import num_trained, static_bytes, trains_head, weights_bytes
+from memtrain.memory.estimate.static import (
+    num_trained,
+    static_bytes,
+    trains_head,
+    waits_on_host,
+    weights_bytes,
+)
 from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
@@ -21,6 +27,11 @@ from memtrain.memory.plan.settings import Settings
 Moment = dict[str, int]
 """Bytes by owner at one moment."""
 
+
+LIVE_NUMBERS = 1_000_000_000
+"""Gathered weights that stay until they are used again, by DeepSpeed's defaults.
+
+Source: deepspeed 0.19.8, zero/config.py, `stage3_max_live_parameters` and `stage3_max_reuse_distance`."""
 
 TO_SAVE = "states to save"
 """Owner of weights that the main rank gathers in host memory for writing."""
@@ -39,7 +50,15 @@ def gathered_module(load: Workload) -> int:
     if stage_of(load.settings) < 3:
         return 0
     shape = load.shape
-    return load.a * max(shape.num_embedding, shape.num_head, _matrix(shape))
+    return _live(load, load.a * max(shape.num_embedding, shape.num_head, _matrix(shape)))
+
+
+def _live(load: Workload, needed: int) -> int:
+    """Bytes of weights that stage 3 has gathered where so many are needed: in another tool's run as many
+    stay as DeepSpeed's defaults let, which every known file of a tool has (`LIVE_NUMBERS`)."""
+    if load.batch.foreign is None:
+        return needed
+    return max(needed, load.a * min(load.shape.num_parameters, LIVE_NUMBERS))
 
 
 def zero_moments(
@@ -76,8 +95,8 @@ def zero_moments(
     rest: Moment = dict(resting) | {"reduce buffers": _bucket(settings, shape)}
     forward = rest | {"gradients": before, "activations": at_loss + head.norm}
     backward = rest | {"gradients": after + fresh, "recomputation": layer_backward(load)}
-    backward |= {"gathered weights": recomputed if is_third else 0}
-    seen = {"gathered weights": outer if is_third else 0}
+    backward |= {"gathered weights": _live(load, recomputed) if is_third else 0}
+    seen = {"gathered weights": _live(load, outer) if is_third else 0}
     made = outer if is_third and trains_all else 0
     return [
         forward | seen | {"logits": head.forward},
@@ -106,7 +125,14 @@ def saved_whole(settings: Settings, shape: ModelShape) -> int:
 
 
 def _part(settings: Settings, shape: ModelShape) -> int:
-    """Bytes of the float32 gradients of one rank."""
+    """Bytes of the float32 gradients of one rank; none where its states wait on the host, and they beside
+    them.
+
+    Source: deepspeed 0.19.8, stage3.py (`grad_partitions_flat_buffer` lies on `self.device`, which is the
+    host's with `offload_optimizer`) and stage_1_and_2.py (`single_partition_of_fp32_groups`).
+    """
+    if waits_on_host(settings):
+        return 0
     return 4 * -(-num_trained(settings, shape) // settings.num_processes)
 
 

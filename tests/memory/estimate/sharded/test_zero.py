@@ -37,6 +37,18 @@ def test_stage_3_holds_gradients_and_the_bucket_from_its_beginning(make_settings
     assert between_steps(make_settings(num_processes=2, engine="zero2"), shape) == {}
 
 
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_gradients_lie_beside_states_that_wait_on_the_host(make_settings, engine: str):
+    """deepspeed 0.19.8: `self.device` of both stages is the host's with `offload_optimizer`."""
+    away = make_settings(num_processes=2, engine=engine, shard_offload="optimizer", device="cuda")
+    shape = shape_of(NARROW)
+    assert between_steps(away, shape).get("gradients", 0) == 0
+    last = step_moments(Workload(away, shape, BATCH), has_state=True, accumulates=True)[-1]
+    assert last["gradients"] == 0
+    here = make_settings(num_processes=2, engine=engine, device="cuda")
+    assert step_moments(Workload(here, shape, BATCH), has_state=True, accumulates=True)[-1]["gradients"] > 0
+
+
 def test_the_main_rank_gathers_what_it_saves(make_settings):
     """Moments of all weights, and the weights themselves where no rank has them whole."""
     shape = shape_of(NARROW)
