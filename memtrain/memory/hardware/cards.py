@@ -102,7 +102,7 @@ ALIASES = {
 
 
 def named_card(name: str) -> Card | None:
-    """The card that people call so (`4090`, `RTX 4090`, `a100-40GB`, `4060ti`), or a driver (`A800-SXM4-80GB`,
+    """The card that people call so (`RTX 4090`, `a100-40GB`, `4060ti`), or a driver (`A800-SXM4-80GB`,
     `NVIDIA H100 80GB HBM3`); None for an unknown one."""
     wanted = _letters(name)
     of_letters = {_letters(card.name): card for card in CARDS}
