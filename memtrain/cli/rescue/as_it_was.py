@@ -8,6 +8,7 @@ from typing import Any
 
 from memtrain.cli.plan.lookup import ELSEWHERE, LookedAt, facts_without_data, look_at_model
 from memtrain.cli.rescue.model import looked_at
+from memtrain.cli.rescue.vllm_share import Beside, beside_vllm
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.peaks import step_moments, total
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced, heaviest, may_accumulate, price
@@ -40,6 +41,13 @@ class AsItWas:
     priced: Priced
     facts: PlannerInputs
     notes: tuple[str, ...]
+    beside: Beside
+    """vLLM on the same cards."""
+
+    @property
+    def need_bytes(self) -> int:
+        """Most that the run needs of a card, vLLM's share included."""
+        return self.beside.together_bytes
 
 
 _NEAREST = {"zero1": ("zero1", "ddp"), "zero2": ("zero2", "ddp"), "ddp": ("ddp",)}
@@ -78,7 +86,11 @@ def as_it_was(
             continue
         if nearest != engine:
             notes = (*notes, f"Planned as {nearest}: memtrain has no {engine} for such a run.")
-        return AsItWas(imported, recipe, priced, facts, notes)
+        is_own = foreign.config.get("unsloth") is True
+        beside = beside_vllm(recipe, priced, hardware, shares_weights=is_own)
+        if beside.words():
+            notes = (*notes, beside.words())
+        return AsItWas(imported, recipe, priced, facts, notes, beside)
     raise AssertionError("One engine is always tried.")
 
 
@@ -89,18 +101,42 @@ def priced_with(
     for key, value in keys.items():
         if _is_of_method(recipe, key):
             recipe = _set(recipe, key, value)
-    kind, engine = recipe.optim.kind, recipe.cluster.engine
-    is_eight_bit = OPTIMIZERS[kind].is_bitsandbytes and engine in (*ZERO, "fsdp2")
-    if is_eight_bit:
-        # memtrain has no such states in shards; other tools have, and they are priced below.
-        recipe = with_key(recipe, "optim.kind", "adamw")
+    recipe, hardware, elsewhere = _settled_here(recipe, facts)
+    facts = replace(facts, hardware=hardware)
     _, case, choices = open_space(SourcedRecipe(recipe, lambda key: "default"), facts)
-    settled = [
-        settings.model_copy(update={"optimizer": kind}) if is_eight_bit else settings
-        for settings in choices.groups[0]
-    ]
+    settled = [settings.model_copy(update=elsewhere) for settings in choices.groups[0]]
     priced = [price(settings, case.facts) for settings in settled]
     return min(priced, key=lambda one: one.step_s), case.facts
+
+
+def _settled_here(recipe: Recipe, facts: PlannerInputs) -> tuple[Recipe, Hardware, dict[str, object]]:
+    """(the recipe without settings that other tools have together and memtrain has not, the card that it is
+    settled for, those settings)."""
+    elsewhere: dict[str, object] = {}
+    hardware = facts.hardware
+    kind = recipe.optim.kind
+    if OPTIMIZERS[kind].is_bitsandbytes and recipe.cluster.engine in (*ZERO, "fsdp2"):
+        elsewhere["optimizer"] = kind
+        recipe = with_key(recipe, "optim.kind", "adamw")
+    if recipe.model.dtype == "float16" and recipe.cluster.engine in (*ZERO, "fsdp2"):
+        # Half precision is half precision, and their losses are scaled over shards.
+        elsewhere["dtype"] = "float16"
+        recipe = with_key(recipe, "model.dtype", "bfloat16")
+        hardware = replace(hardware, has_bfloat16=True, compute_capability=(8, 0))
+    if recipe.model.attention == "masked" and recipe.length.padding_free is False:
+        # Eager attention on padded rows.
+        elsewhere["attention"] = "masked"
+        recipe = with_key(recipe, "model.attention", "transformers")
+    if recipe.model.attention == "flex":
+        # Unsloth's, on padded rows: it keeps no scores where the model's own attention does.
+        recipe = with_key(recipe, "model.attention", "transformers")
+        if facts.shape.makes_scores:
+            elsewhere["attention"] = "torch_varlen"
+    is_old = hardware.compute_capability is not None and hardware.compute_capability < (8, 0)
+    if recipe.model.attention == "torch_varlen" and is_old:
+        # xformers' kernels, which keep as much.
+        recipe = with_key(recipe, "model.attention", "torch_efficient")
+    return recipe, hardware, elsewhere
 
 
 def facts_of(recipe: Recipe, hardware: Hardware, presumed: frozenset[str] = ELSEWHERE) -> PlannerInputs:

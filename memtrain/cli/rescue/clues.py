@@ -61,10 +61,10 @@ def clues(died: OomReport, was: AsItWas | None, budget: int) -> Iterator[str]:
         held, wanted = died_in(was, died.moment).num_bytes, died.allocated_bytes + (died.asked_bytes or 0)
         explains = held >= UNEXPLAINED * wanted
         yield _had(died, held, explains=explains)
-    if was.priced.need_bytes <= budget and not died.on_host:
+    if was.need_bytes <= budget and not died.on_host:
         rest = ": what held the rest is not in the configuration (longer rows, other processes, its own code)"
         yield (
-            f"By arithmetic the run needs {gib(was.priced.need_bytes)} and should have fitted"
+            f"By arithmetic the run needs {gib(was.need_bytes)} and should have fitted"
             f"{rest if explains else ''}."
         )
 

@@ -9,12 +9,13 @@ from typing import get_args
 
 from memtrain.cli.rescue.as_it_was import AsItWas, as_it_was, died_in, facts_of, with_a_length
 from memtrain.cli.rescue.clues import clues
-from memtrain.cli.rescue.model import with_model
+from memtrain.cli.rescue.model import with_model, with_modules_that_are_there
 from memtrain.cli.rescue.own_tool import Way, own_way
 from memtrain.cli.rescue.traceback import NOTHING, OomReport, read_traceback
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware, known_names
+from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.plan import PhasePeak
 from memtrain.memory.plan.units import MIB, read_size
 from memtrain.memory.planner.resolve import LENGTH_STEP, Resolved, resolved_if_it_fits
@@ -128,6 +129,8 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
     # verl says its devices in its own keys.
     foreign = replace(foreign, processes=int(str(imported.pins["cluster.processes"])))
     foreign, assumed = _with_ranks(foreign, asked, died)
+    foreign, missing = with_modules_that_are_there(foreign, imported.whole().model)
+    assumed += missing
     wrote = imported.whole().model.dtype
     is_open = imported.precision_is_open or wrote == "float16"
     hardware, budget = devices(asked, died, foreign.processes, may_lack_bfloat16=is_open)
@@ -141,7 +144,7 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
         longest = was.recipe.length.max_length
         assumed.append(f"Rows are assumed to have {longest:,} tokens, the maximum (--max-length changes it).")
     way = None
-    if was.priced.need_bytes > budget or died.asked_bytes is not None:
+    if was.need_bytes > budget or died.asked_bytes is not None:
         way = own_way(foreign, was, hardware, budget, asked.max_length, pins)
     text, recipe = _free_recipe(foreign, asked.max_length, pins)
     plan, allowed, facts = _planned(recipe, hardware, budget)
@@ -315,6 +318,10 @@ def _wishes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Recipe]]:
         yield allowed, one
         if recipe.cluster.processes == 1 or allowed:
             continue
+        if OPTIMIZERS[recipe.optim.kind].is_bitsandbytes:
+            # States in shards are of AdamW alone: whole ones in place of rounded ones.
+            one = with_key(one, "optim.kind", "adamw")
+            yield allowed, one
         if recipe.online is None:
             yield allowed, with_key(one, "cluster.context_parallel", "auto")
         elif recipe.generation.backend == "vllm":
@@ -329,6 +336,8 @@ def _text(
     keys: dict[str, object] = {} if budget is None else {"memory.budget": budget}
     if recipe.online is not None and plan.case.recipe.generation.backend != recipe.generation.backend:
         keys["generate.backend"] = plan.case.recipe.generation.backend
+    if plan.case.recipe.optim.kind != recipe.optim.kind:
+        keys["optim.kind"] = plan.case.recipe.optim.kind
     used = [name for name in allowed if name in _changes(plan)]
     if used:
         keys["memory.allow"] = used

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from memtrain.cli.plan.lookup import LookedAt, look_at_model
+from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError
 from memtrain.memory.model_shape.known_models import known_config, known_name
+from memtrain.memory.rules.adapter_targets import missing_targets
 from memtrain.recipes.importers.importing import Foreign
 from memtrain.recipes.importers.tool import TrlKey
-from memtrain.recipes.sections.model import Model
+from memtrain.recipes.sections.model import Model as RecipeModel
 
 _OTHERS = {"verl": "actor_rollout_ref.model.path", "unsloth": "from_pretrained.model_name"}
 """Keys of the model, where a configuration has none."""
@@ -26,7 +28,7 @@ def looked_at(path: str, revision: str | None) -> tuple[LookedAt, str]:
     Raises: LaunchError when it is nowhere, and its name is of no known model.
     """
     try:
-        return look_at_model(Model(path=path, revision=revision)), ""
+        return look_at_model(RecipeModel(path=path, revision=revision)), ""
     except LaunchError as error:
         what = error.faults[0].what
     name = known_name(path)
@@ -51,6 +53,33 @@ def with_model(foreign: Foreign, model: str | None) -> Foreign:
         key: model for key in _model_keys(foreign.tool.keys, foreign.config) or [_default_key(foreign)]
     }
     return replace(foreign, config={**foreign.config, **keys})
+
+
+def with_modules_that_are_there(foreign: Foreign, model: RecipeModel) -> tuple[Foreign, list[str]]:
+    """(the configuration without names of an adapter's targets that the model has not, a note on them).
+
+    PEFT passes over them where it finds another; a recipe may not name them.
+    """
+    if model.adapter is None or model.path is None:
+        return foreign, []
+    names = model.adapter.target_modules
+    missing = missing_targets(names, shape_for(looked_at(model.path, model.revision)[0].config))
+    if not missing or len(missing) == len(names):
+        return foreign, []
+    config = {key: _without(value, missing) for key, value in foreign.config.items()}
+    note = (
+        f"The model has no linear map {', '.join(missing)}, and the adapter is planned without: stacked "
+        "experts are named in model.adapter.target_parameters."
+    )
+    return replace(foreign, config=config), [note]
+
+
+def _without(value: Any, names: Sequence[str]) -> Any:
+    """A list of a configuration, or words with commas, without some names."""
+    if isinstance(value, list) and set(names) <= {str(one) for one in cast(list[Any], value)}:
+        return [one for one in cast(list[Any], value) if str(one) not in names]
+    words = [word.strip() for word in value.split(",")] if isinstance(value, str) else []
+    return ",".join(word for word in words if word not in names) if set(names) <= set(words) else value
 
 
 def _model_keys(rules: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:

@@ -25,6 +25,8 @@ class Way:
     environment: tuple[str, ...]
     learns: tuple[str, ...]
     priced: Priced
+    need_bytes: int
+    """Most that the changed run needs of a card, vLLM's share included."""
     fits_host: bool = True
 
 
@@ -60,11 +62,12 @@ class _Search:
             return None
         environment = tuple(one.environment for one in chosen if one.environment)
         learns = tuple(one.learns for one in chosen if one.learns)
-        return Way(keys, environment, learns, was.priced, fits_host(was.priced, was.facts))
+        fits = fits_host(was.priced, was.facts)
+        return Way(keys, environment, learns, was.priced, was.need_bytes, fits)
 
     def fits(self, way: Way | None) -> bool:
         """Whether card and host hold the run."""
-        return way is not None and way.priced.need_bytes <= self.budget and way.fits_host
+        return way is not None and way.need_bytes <= self.budget and way.fits_host
 
 
 def own_way(
@@ -82,7 +85,8 @@ def own_way(
     None where the tool's own keys do not make it fit.
     """
     search = _Search(foreign, hardware, budget, max_length, pins)
-    changes = changes_of(foreign.tool.name, was.imported.method, foreign.processes)
+    is_script = foreign.tool.name == "unsloth" and foreign.config.get("unsloth") is not True
+    changes = changes_of(foreign.tool.name, was.imported.method, foreign.processes, is_script=is_script)
     exact = [one for one in changes if not one.learns and search.way((one,)) is not None]
     others = [one for one in changes if one.learns and search.way((one,)) is not None]
     for chosen in _combinations(exact):

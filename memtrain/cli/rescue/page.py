@@ -47,11 +47,11 @@ def _tiles(found: Rescue) -> list[tuple[str, str, str]]:
     """Name, value and remark of the needs, before and after."""
     budget, tiles = gib(found.budget_bytes), []
     if found.was is not None:
-        holds = "does not fit" if found.was.priced.need_bytes > found.budget_bytes else "fits by arithmetic"
-        tiles.append(("needed as it was", gib(found.was.priced.need_bytes), f"{holds}: {budget} are there"))
+        holds = "does not fit" if found.was.need_bytes > found.budget_bytes else "fits by arithmetic"
+        tiles.append(("needed as it was", gib(found.was.need_bytes), f"{holds}: {budget} are there"))
     if found.own is not None:
-        priced = found.own.priced
-        tiles.append((f"{found.title}, changed", gib(priced.need_bytes), time_words(priced, found)))
+        own = found.own
+        tiles.append((f"{found.title}, changed", gib(own.need_bytes), time_words(own.priced, found)))
     if found.plan is not None:
         chosen = found.plan.chosen
         tiles.append(("memtrain", gib(chosen.need_bytes), time_words(chosen, found)))

@@ -29,7 +29,7 @@ def verdict(found: Rescue) -> str:
     place += found.hardware.words() + (" each" if found.hardware.num_devices > 1 else "")
     if found.was is None:
         return f"{found.name}, {found.method}, on {place}."
-    need = found.was.priced.need_bytes
+    need = found.was.need_bytes
     holds = f"does not fit {place}" if need > found.budget_bytes else f"fits {place} by arithmetic"
     return f"{found.name}, {found.title}'s {found.method}: as it was, it needs {gib(need)} and {holds}."
 
@@ -49,7 +49,7 @@ def key_lines(way: Way) -> list[str]:
 
 def way_words(way: Way, found: Rescue) -> str:
     """The need of the changed run, its time, and the difference in learning."""
-    needs = f"It then needs {gib(way.priced.need_bytes)} of {gib(found.budget_bytes)}"
+    needs = f"It then needs {gib(way.need_bytes)} of {gib(found.budget_bytes)}"
     return f"{needs}, {time_words(way.priced, found)}. {learns_words(way.learns)}"
 
 
@@ -64,10 +64,15 @@ def time_words(priced: Priced, found: Rescue) -> str:
     text = f"{seconds(priced.step_s)} {'an update, completions not counted' if writes else 'a step'}"
     if found.was is None:
         return text
-    share = priced.step_s / found.was.priced.step_s
+    return f"{text}, {speed_words(priced.step_s / found.was.priced.step_s)} the original run (predicted)"
+
+
+def speed_words(share: float) -> str:
+    """A step's time as a share of another's: `3.9 times as slow as`, `20% faster than`."""
+    if share >= 2:
+        return f"{share:.1f} times as slow as"
     way = "slower" if share > 1 else "faster"
-    speed = "as fast as" if abs(share - 1) < 0.02 else f"{abs(share - 1):.0%} {way} than"
-    return f"{text}, {speed} the original run (predicted)"
+    return "as fast as" if abs(share - 1) < 0.02 else f"{abs(share - 1):.0%} {way} than"
 
 
 def plan_learns(found: Rescue) -> tuple[str, ...]:
@@ -140,7 +145,7 @@ def no_change_words(found: Rescue) -> str:
     """Reason why no key of the run's own tool changes; nothing for a recipe of memtrain."""
     if found.was is None:
         return ""
-    if found.was.priced.need_bytes <= found.budget_bytes:
+    if found.was.need_bytes <= found.budget_bytes:
         return f"By arithmetic nothing has to change in {found.title}."
     return f"No change of keys in {found.title} that memtrain knows makes it fit."
 
@@ -197,7 +202,7 @@ def as_json(found: Rescue) -> dict[str, Any]:
         "as_it_was": None
         if was is None
         else {
-            "need_bytes": was.priced.need_bytes,
+            "need_bytes": was.need_bytes,
             "step_s": was.priced.step_s,
             "settings": was.priced.settings.model_dump(mode="json"),
             "prediction": was.priced.prediction.model_dump(mode="json"),
@@ -209,7 +214,7 @@ def as_json(found: Rescue) -> dict[str, Any]:
         else {
             "keys": own.keys,
             "environment": list(own.environment),
-            "need_bytes": own.priced.need_bytes,
+            "need_bytes": own.need_bytes,
             "step_s": own.priced.step_s,
             "learns_differently": list(own.learns),
         },

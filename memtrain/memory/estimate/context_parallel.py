@@ -36,6 +36,10 @@ def score_pairs(load: Workload) -> tuple[int, int]:
     are gathered, spans of rows are merged by their log-sum-exp and keep no score.
     """
     settings = load.settings
+    if load.batch.foreign is not None and not settings.padding_free and settings.packing == "none":
+        # Another tool's rows are padded, and each has scores of its own.
+        pairs = load.batch.rows * load.batch.longest**2
+        return pairs, pairs
     if settings.context_parallel == 1:
         return load.N**2, load.N**2
     if settings.context_by == "ulysses":

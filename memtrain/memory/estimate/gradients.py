@@ -10,6 +10,7 @@ from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.static import backward_bucket, gradient_bytes, largest_trained, sums_wide
 from memtrain.memory.estimate.weights_offload import adapter_of_layer, gradients_on_the_way, trains_away
 from memtrain.memory.estimate.workload import Workload
+from memtrain.memory.plan.engine_kinds import is_sharded
 
 
 class GradientBytes(NamedTuple):
@@ -93,6 +94,18 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
     in_embedding = whole - own_embedding + coming
     in_turn = waiting + weight, in_first, in_embedding
     return GradientBytes(0, waiting, *in_turn, arriving, whole, 0, widens=widened // load.a)
+
+
+def buckets_of_ddp(load: Workload) -> int:
+    """Bytes of the buckets in which torch's DDP sums another tool's gradients: as much as the gradients.
+
+    Source: torch, DistributedDataParallel: "saved memory size will be equal to the total gradients size" by
+    `gradient_as_bucket_view`, which accelerate leaves off.
+    """
+    settings = load.settings
+    if load.batch.foreign is None or settings.num_processes == 1 or is_sharded(settings):
+        return 0
+    return gradient_bytes(settings, load.shape, accumulates=False, is_foreign=True)
 
 
 def _first_of_layer(load: Workload) -> int:

@@ -25,7 +25,7 @@ from memtrain.memory.estimate.backward_steps import head_step, layer_steps
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
 from memtrain.memory.estimate.experts import stacks_backward, widest_mlp
 from memtrain.memory.estimate.flash_scratch import SCRATCH
-from memtrain.memory.estimate.gradients import GradientBytes, gradients_in_order
+from memtrain.memory.estimate.gradients import GradientBytes, buckets_of_ddp, gradients_in_order
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.kept import kept, kept_bytes
 from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
@@ -174,7 +174,7 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
         resting
         | {"gradients": made.in_embedding, "activations": load.a * load.N * shape.width}
         | {"recomputation": made.arriving},
-        resting | {"gradients": made.at_step, "reduce buffers": reduced},
+        resting | {"gradients": made.at_step, "reduce buffers": reduced or resting["reduce buffers"]},
         _resting(load, has_state=True) | {"gradients": made.at_step, "optimizer scratch": scratch},
     ]
 
@@ -304,6 +304,7 @@ def _held(load: Workload) -> Mapping[str, int]:
         "layer buffers": device_bytes(load.settings, load.shape) + staged_here(load.settings, load.shape),
         "master copies": static.master,
         "optimizer": static.optimizer,
+        "reduce buffers": buckets_of_ddp(load),
         "batch": 4 * 8 * load.num_whole + replayed_bytes(load),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.rules.ledger import DecisionLog
@@ -15,6 +16,18 @@ BESIDE_LAYERS = frozenset(
 )
 """Modules that an adapter may name, and no layer's shape has. Whether the model has them is seen when it is
 built without data (`trainers/model/loading/adapter_targets.py`)."""
+
+
+def _maps_of(shape: ModelShape) -> list[str]:
+    """Names of the linear maps of a model's layers."""
+    counted = shape.counts.all_linears if shape.counts is not None else ()
+    return list(dict.fromkeys((*(part.name for part in shape.linears), *(part.name for part, _ in counted))))
+
+
+def missing_targets(targets: Sequence[str], shape: ModelShape) -> list[str]:
+    """Names of linear maps that an adapter names and the model has not."""
+    there = {*_maps_of(shape), *BESIDE_LAYERS}
+    return [one for one in targets if one != ALL_LINEAR and one.rsplit(".", 1)[-1] not in there]
 
 
 def refuse_targets(ledger: DecisionLog, shape: ModelShape) -> None:
@@ -32,18 +45,16 @@ def refuse_targets(ledger: DecisionLog, shape: ModelShape) -> None:
                 f"remove {heads[0]} from the list, or set model.quantize to none",
             )
     stacks = [f"experts.{stack.name}" for stack, _ in shape.stacks]
-    counted = shape.counts.all_linears if shape.counts is not None else ()
-    maps = list(dict.fromkeys((*(part.name for part in shape.linears), *(part.name for part, _ in counted))))
-    for target in adapter.target_modules:
+    maps = _maps_of(shape)
+    for target in missing_targets(adapter.target_modules, shape):
         name = target.rsplit(".", 1)[-1]
-        if target != ALL_LINEAR and name not in {*maps, *BESIDE_LAYERS}:
-            near = ", ".join(difflib.get_close_matches(name, maps, n=3, cutoff=0.5) or maps[:8])
-            more = "; stacked experts are named in model.adapter.target_parameters" if stacks else ""
-            ledger.refuse(
-                f"the model has no module {target}",
-                "model.adapter.target_modules",
-                f"name modules that it has, such as {near}{more}",
-            )
+        near = ", ".join(difflib.get_close_matches(name, maps, n=3, cutoff=0.5) or maps[:8])
+        more = "; stacked experts are named in model.adapter.target_parameters" if stacks else ""
+        ledger.refuse(
+            f"the model has no module {target}",
+            "model.adapter.target_modules",
+            f"name modules that it has, such as {near}{more}",
+        )
     for target in adapter.target_parameters:
         if not stacks:
             what, fix = f"the model has no experts, and nothing to adapt by the name {target}", "remove it"

@@ -12,6 +12,9 @@ from memtrain.recipes.trl.translation import Translation
 _ATTENTION = {"eager": "masked"}
 """Back ends that keep scores; every other one, also padded flash-attn, keeps what `transformers` does."""
 
+_OF_UNSLOTH = "flex"
+"""Unsloth's attention, which keeps no scores of any model (flex for gpt-oss). Source: unsloth issue 3363."""
+
 _PACKS_WITH = "torch_varlen"
 """Bytes kept for packed rows of other tools, as variable-length kernels keep them."""
 
@@ -46,6 +49,8 @@ def as_it_was(tool: Tool, reading: ToolReading, made: Translation) -> dict[str, 
     pins["model.attention"] = (
         _PACKS_WITH if packs or trl.get("padding_free") else _ATTENTION.get(asked, "transformers")
     )
+    if tool.name == "unsloth" and reading.on("unsloth") and pins["model.attention"] == "transformers":
+        pins["model.attention"] = _OF_UNSLOTH
     pins["cluster.processes"] = reading.processes
     pins["cluster.engine"] = "ddp"
     pins["cluster.cpu_offload"] = "none"
@@ -55,6 +60,8 @@ def as_it_was(tool: Tool, reading: ToolReading, made: Translation) -> dict[str, 
     pins |= {
         key: value for key, (value, _) in reading.direct.items() if key in pins or key.startswith("cluster.")
     }
+    if _is_pure(tool, reading, made) and pins["cluster.engine"] == "ddp":
+        pins["optim.master_weights"] = False
     if pins["memory.weights_offload"] == "on" and trl.get("use_peft"):
         # ZeRO-3's offloading takes what is trained with the rest.
         pins["memory.weights_offload"] = "all"
@@ -69,6 +76,14 @@ def as_it_was(tool: Tool, reading: ToolReading, made: Translation) -> dict[str, 
     if reading.method in ONLINE and made.recipe_keys.get("generate.backend") is None:
         pins["generate.backend"] = "transformers"
     return pins
+
+
+def _is_pure(tool: Tool, reading: ToolReading, made: Translation) -> bool:
+    """Whether weights that were loaded in bfloat16 are stepped so: transformers' trainer keeps no float32
+    copies of them, and states like them; DeepSpeed and FSDP keep copies."""
+    asked = made.recipe_keys.get("model.dtype", ("", ""))[0] == "bfloat16"
+    trains_all = tool.name in ("trl", "unsloth") and not reading.trl.get("use_peft")
+    return asked and trains_all and "optim.master_weights" not in made.recipe_keys
 
 
 def _micro_batch(trl: Mapping[str, Any]) -> object:

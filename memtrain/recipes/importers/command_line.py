@@ -14,6 +14,30 @@ from memtrain.errors import RecipeError
 
 _DEVICES = ("--num_processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-processes")
 _NODES = ("--nnodes", "--num_machines")
+_LAUNCHERS = {
+    "dynamo_backend",
+    "gpu_ids",
+    "log_dir",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "master_addr",
+    "master_port",
+    "max_restarts",
+    "monitor_interval",
+    "multi_gpu",
+    "node_rank",
+    "num_cpu_threads_per_process",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_id",
+    "same_network",
+    "standalone",
+    "tee",
+    "use_deepspeed",
+}
+"""Arguments of launchers (accelerate, torchrun, deepspeed) that say where processes are, and nothing of the
+training."""
 
 
 @dataclass(slots=True)
@@ -87,9 +111,13 @@ def _parsed(line: str, name: str) -> CommandLine:
                 made.keys["accelerate_config"] = value
             else:
                 made.keys[flag.removeprefix("--").replace("-", "_")] = _value(value)
+        elif has_value and not made.words and re.fullmatch(r"[A-Z_][A-Z0-9_]*", flag):
+            pass  # A variable of the environment.
         elif has_value and re.fullmatch(r"\+{0,2}[A-Za-z_][\w.]*", flag):
             made.keys[flag.lstrip("+")] = _value(value)
         else:
+            if word.endswith(".py") or made.words[-1:] == ["-m"]:
+                _take_launchers(made)
             made.words.append(word)
             if word.endswith((".yaml", ".yml")) and Path(word).is_file():
                 made.files.append(Path(word))
@@ -97,6 +125,19 @@ def _parsed(line: str, name: str) -> CommandLine:
     if made.processes is not None:
         made.processes *= nodes
     return made
+
+
+def _take_launchers(made: CommandLine) -> None:
+    """Read what was said before the program: the launcher's arguments, as the engine and its devices."""
+    stage = made.keys.pop("zero_stage", None)
+    if stage in (1, 2, 3):
+        made.keys["accelerate_config"] = f"zero{stage}"
+    if (file := made.keys.pop("deepspeed_config_file", None)) is not None:
+        made.keys["deepspeed"] = file
+    named = re.fullmatch(r"[\w.]+:([\d,]+)", str(made.keys.pop("include", "")))
+    if named is not None:
+        made.processes = len(named[1].split(","))
+    made.keys = {key: value for key, value in made.keys.items() if key not in _LAUNCHERS}
 
 
 def _argument(words: list[str], at: int) -> tuple[int, Any]:

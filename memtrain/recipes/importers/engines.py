@@ -11,6 +11,7 @@ from typing import Any, cast
 import yaml
 
 from memtrain.recipes.importers.tool import ToolReading
+from memtrain.recipes.trl.rules import ReadTogether
 
 
 def deepspeed(reading: ToolReading, key: str, value: object) -> None:
@@ -69,7 +70,7 @@ def _device(value: object) -> bool:
 
 
 def _by_name(name: str) -> tuple[int, str] | None:
-    found = re.search(r"(?:z|zero|stage)[_-]?([0-3])", name)
+    found = re.search(r"(?:z|zero|stage|ds|(?<=[_-])s)[_-]?([0-3])(?!\d)", name)
     if found is None:
         return None
     stage = int(found[1])
@@ -103,6 +104,18 @@ def fsdp(reading: ToolReading, key: str, value: object, more: object) -> None:
         or options.get("offload_params") is True
     ):
         reading.set_recipe("cluster.cpu_offload", "parameters", key)
+
+
+ARGUMENTS: Mapping[str, ReadTogether] = dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), ReadTogether())
+"""Arguments of transformers' trainer that say its engine."""
+
+
+def trainers_engine(reading: ToolReading) -> None:
+    """The engine by the arguments of transformers' trainer."""
+    if reading.get("deepspeed") is not None:
+        deepspeed(reading, "deepspeed", reading.config["deepspeed"])
+    else:
+        fsdp(reading, "fsdp", reading.get("fsdp"), reading.get("fsdp_config"))
 
 
 def accelerate_file(path: Path) -> tuple[str | None, int | None]:

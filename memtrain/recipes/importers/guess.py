@@ -46,6 +46,35 @@ _METHOD_SIGNS = {
 }
 
 
+UNREAD: Mapping[str, str] = {
+    "torchtune": r"torchtune|\btune run\b",
+    "ms-swift": r"\bswift (sft|pt|rlhf|megatron)\b|^(rlhf_type|train_type|tuner_type)$",
+    "OpenRLHF": r"openrlhf|^(micro_train_batch_size|micro_rollout_batch_size)$",
+    "EasyR1": r"^worker\.(actor|rollout)\b",
+    "LitGPT": r"\blitgpt\b",
+    "NeMo-RL": r"^policy\.(model_name|dtensor_cfg)|nemo_rl",
+    "torchtitan": r"torchtitan",
+    "xtuner": r"\bxtuner\b",
+}
+"""Trainers whose configurations are not read, by words or keys that only they have."""
+
+
+def refuse_unread(config: Mapping[str, Any], words: Sequence[str], name: str) -> None:
+    """Refuse a configuration of a trainer that is known and not read.
+
+    Raises: RecipeError.
+    """
+    said = [" ".join(words), *config, *(one for one in config.values() if isinstance(one, str))]
+    for title, sign in UNREAD.items():
+        if any(re.search(sign, text) for text in said):
+            raise RecipeError(
+                f"{name} is of {title}, which memtrain does not read",
+                name,
+                "write the same run with TRL's keys (model_name_or_path, max_length, "
+                "per_device_train_batch_size, ...) and add --tool trl, or write a recipe (memtrain init)",
+            )
+
+
 def is_recipe(config: Mapping[str, Any]) -> bool:
     """Whether it is a recipe of memtrain."""
     return "extends" in config or ("method" in config and isinstance(config.get("model"), Mapping))
@@ -56,6 +85,7 @@ def guess_tool(config: Mapping[str, Any], words: Sequence[str], name: str) -> st
 
     Raises: RecipeError when no key is known by.
     """
+    refuse_unread(config, words, name)
     for word in words:
         found = next((tool for sign, tool in _PROGRAMS.items() if sign in word.lower()), None)
         if found is not None:

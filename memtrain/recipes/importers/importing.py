@@ -12,12 +12,13 @@ from memtrain.recipes.importers.as_it_was import as_it_was
 from memtrain.recipes.importers.axolotl import AXOLOTL
 from memtrain.recipes.importers.command_line import looks_like, read_command
 from memtrain.recipes.importers.consistent import make_consistent
-from memtrain.recipes.importers.engines import accelerate_file
+from memtrain.recipes.importers.engines import ARGUMENTS, accelerate_file, trainers_engine
 from memtrain.recipes.importers.guess import guess_method, guess_tool, is_recipe
 from memtrain.recipes.importers.llamafactory import LLAMAFACTORY
 from memtrain.recipes.importers.notebook import notebook_code
+from memtrain.recipes.importers.script_calls import script_config
 from memtrain.recipes.importers.tool import Tool, ToolReading, read_keys
-from memtrain.recipes.importers.unsloth import UNSLOTH, script_config
+from memtrain.recipes.importers.unsloth import UNSLOTH
 from memtrain.recipes.importers.verl import VERL
 from memtrain.recipes.reading.load import load_text, read_mapping
 from memtrain.recipes.reading.yaml_tree import plain
@@ -27,7 +28,7 @@ from memtrain.recipes.trl.translate import IMPORTED, translate
 from memtrain.recipes.trl.translation import Lost, Translation
 from memtrain.recipes.trl.writing import inline, recipe_text
 
-TRL = Tool("trl", "TRL", "1.16", {}, lambda reading: None, {}, takes_trl=True)
+TRL = Tool("trl", "TRL", "1.16", ARGUMENTS, trainers_engine, {}, takes_trl=True)
 """TRL itself: its rules are in `memtrain.recipes.trl`."""
 
 TOOLS: dict[str, Tool] = {tool.name: tool for tool in (TRL, AXOLOTL, LLAMAFACTORY, UNSLOTH, VERL)}

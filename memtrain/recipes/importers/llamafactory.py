@@ -285,7 +285,7 @@ def _precision(reading: ToolReading) -> None:
 
 
 def _rows(reading: ToolReading) -> None:
-    folder = str(reading.get("dataset_dir", "data"))
+    folder = str(reading.get("dataset_dir", "data")).rstrip("/")
     names = [name.strip() for name in str(reading.get("dataset", "")).split(",") if name.strip()]
     if names:
         reading.set_recipe("data.train", [_source(reading, folder, name) for name in names])
@@ -319,7 +319,7 @@ def _rows(reading: ToolReading) -> None:
 
 
 def _source(reading: ToolReading, folder: str, name: str) -> dict[str, object]:
-    source: dict[str, object] = {"source": f"{folder.rstrip('/')}/{name}.json"}
+    source: dict[str, object] = {"source": f"{folder}/{name}.json"}
     if isinstance(reading.get("max_samples"), int):
         source["limit"] = reading.config["max_samples"]
     return source

@@ -34,9 +34,12 @@ class OwnChange:
     """A variable to set in place of a key."""
 
 
-def changes_of(tool: str, method: str, processes: int) -> list[OwnChange]:
-    """The changes that a tool has for a method, exact ones first."""
+def changes_of(tool: str, method: str, processes: int, *, is_script: bool = False) -> list[OwnChange]:
+    """The changes that a tool has for a method, exact ones first. `is_script`: a script of TRL's trainers,
+    read by Unsloth's table but without Unsloth."""
     common = [SEGMENTS]
+    if is_script:
+        return [*common, *_script(method, processes)]
     made = {
         "trl": _trl,
         "axolotl": _axolotl,
@@ -114,10 +117,12 @@ def _trl(method: str, processes: int) -> list[OwnChange]:
     if method in ("dpo", "kto"):
         made.append(OwnChange("reference", _set("precompute_ref_log_probs", True)))
     if online:
-        asleep = _set(
-            "vllm_enable_sleep_mode", True, only_where=lambda config: config.get("use_vllm") is True
-        )
+        asleep = _set("vllm_enable_sleep_mode", True, only_where=_has_vllm)
         made.append(OwnChange("sleep", asleep))
+        made += [
+            OwnChange("share", _lower("vllm_gpu_memory_utilization", share, 0.3, _has_vllm))
+            for share in (0.2, 0.1)
+        ]
     if processes > 1:
         made += [
             OwnChange("sharding", _set("accelerate_config", name)) for name in ("zero2", "zero3", "fsdp2")
@@ -130,6 +135,21 @@ def _trl(method: str, processes: int) -> list[OwnChange]:
         *_lengths(length, 512 if online else 1024),
     ]
     return made
+
+
+def _has_vllm(config: Config) -> bool:
+    return config.get("use_vllm") is True and config.get("vllm_mode", "colocate") == "colocate"
+
+
+def _lower(key: str, share: float, default: float, only_where: Callable[[Config], bool]) -> Edit:
+    """A share of the card set, where it is less than what is there."""
+
+    def edit(config: Config) -> Mapping[str, object]:
+        held = config.get(key, default)
+        is_less = isinstance(held, int | float) and share < held
+        return {key: share} if is_less and only_where(config) else {}
+
+    return edit
 
 
 def _both(keys: Mapping[str, object]) -> Edit:
@@ -148,7 +168,9 @@ def _axolotl(method: str, processes: int) -> list[OwnChange]:
     ]
     if method == "sft":
         made.append(OwnChange("loss", lambda config: fused if _set(_LIGER, True)(config) else {}))
-        made.append(OwnChange("attention", _flash))
+    if method == "dpo":
+        made.append(OwnChange("loss", _set("dpo_use_liger_kernel", True)))
+    made.append(OwnChange("attention", _flash))
     if method in ("dpo", "kto"):
         made.append(OwnChange("reference", _set("precompute_ref_log_probs", True)))
     if processes > 1:
@@ -175,7 +197,8 @@ _LIGER = "liger_fused_linear_cross_entropy"
 
 def _flash(config: Config) -> Mapping[str, object]:
     eager = config.get("attn_implementation") == "eager" or config.get("eager_attention") is True
-    return {"attn_implementation": "flash_attention_2"} if eager else {}
+    off = {"eager_attention": False} if config.get("eager_attention") is True else {}
+    return {"attn_implementation": "flash_attention_2", **off} if eager else {}
 
 
 def _adapted(keys: Mapping[str, object]) -> Edit:
@@ -247,21 +270,40 @@ def _four_bits(config: Config) -> Mapping[str, object]:
 def _unsloth(method: str, processes: int) -> list[OwnChange]:
     unsloth = "get_peft_model.use_gradient_checkpointing"
 
-    def own(config: Config) -> bool:
-        return config.get("unsloth") is True
-
     made = [
-        OwnChange("checkpointing", _set(unsloth, "unsloth", only_where=own)),
-        OwnChange(
-            "checkpointing", _set("gradient_checkpointing", True, only_where=lambda config: not own(config))
-        ),
+        OwnChange("checkpointing", _set(unsloth, "unsloth")),
         *_rows("per_device_train_batch_size", "gradient_accumulation_steps", 8),
-        OwnChange("loss", _set("use_liger_kernel", True, only_where=lambda config: not own(config))),
+        OwnChange("sleep", _set("from_pretrained.unsloth_vllm_standby", True, only_where=_is_fast)),
+        *(
+            OwnChange("share", _lower("from_pretrained.gpu_memory_utilization", share, 0.5, _is_fast))
+            for share in (0.5, 0.3)
+        ),
         OwnChange("optimizer", _set("optim", "adamw_8bit"), _EIGHT_BIT),
         OwnChange("adapter", _set("from_pretrained.load_in_4bit", True), _QLORA),
     ]
     key = "max_completion_length" if method in ("grpo", "rloo") else "from_pretrained.max_seq_length"
     return [*made, *_lengths(key, 2048)]
+
+
+def _is_fast(config: Config) -> bool:
+    return config.get("from_pretrained.fast_inference") is True
+
+
+def _script(method: str, processes: int) -> list[OwnChange]:
+    """TRL's changes, with the keys of a script's calls."""
+    lora: dict[str, object] = {"get_peft_model.r": 16, "get_peft_model.target_modules": "all-linear"}
+    bits = {"from_pretrained.load_in_4bit": True}
+
+    def adapted(config: Config) -> Mapping[str, object]:
+        return {} if any(key.startswith("get_peft_model.") for key in config) else lora
+
+    def rounded(config: Config) -> Mapping[str, object]:
+        return {} if config.get("from_pretrained.load_in_4bit") is True else {**adapted(config), **bits}
+
+    others = [one for one in _trl(method, processes) if one.kind not in ("adapter", "checkpointing")]
+    adapters = [OwnChange("adapter", adapted, _LORA), OwnChange("adapter", rounded, f"{_LORA}; {_QLORA}")]
+    checkpointing = OwnChange("checkpointing", _set("gradient_checkpointing", True))
+    return [checkpointing, *others, *adapters]
 
 
 def _verl(method: str, processes: int) -> list[OwnChange]:

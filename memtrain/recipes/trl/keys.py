@@ -202,9 +202,9 @@ RUN: dict[str, Rule] = {
 DEVICES: dict[str, Rule] = {
     "use_cpu": ReadTogether(),
     "accelerate_config": ReadTogether(),
-    "deepspeed": Unmapped("a DeepSpeed file: `cluster.engine: zero1`, `zero2` or `zero3` says the same"),
-    "fsdp": Unmapped("`cluster.engine: fsdp2` says the same", (None, False, "", [])),
-    "fsdp_config": Unmapped("`cluster.engine: fsdp2` says the same"),
+    "deepspeed": ReadTogether(),
+    "fsdp": ReadTogether(),
+    "fsdp_config": ReadTogether(),
     "num_processes": ReadTogether(),
     "parallelism_config": Unmapped("`cluster.context_parallel` divides long rows"),
     "accelerator_config": Unmapped("settings of accelerate's data loader"),

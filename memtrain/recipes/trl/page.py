@@ -62,6 +62,8 @@ _TOGETHER: Mapping[str, str] = {
         "`model.adapter`",
     ),
     "lora_target_parameters": "`model.adapter.target_parameters`, beside named `target_modules`",
+    "deepspeed": "`cluster.engine: zero1`, `zero2` or `zero3`, `cluster.cpu_offload`",
+    **dict.fromkeys(("fsdp", "fsdp_config"), "`cluster.engine: fsdp2`, `cluster.cpu_offload`"),
     "use_rslora": "`model.adapter.rslora`",
     "use_dora": "`model.adapter.kind: dora`",
     "load_in_8bit": "`model.quantize: 8bit`",

@@ -7,6 +7,7 @@ import pytest
 
 from memtrain.cli.rescue.as_it_was import AsItWas, as_it_was
 from memtrain.cli.rescue.find import RescueQuestion, rescued
+from memtrain.cli.rescue.words import plan_learns
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.units import GIB
 from memtrain.recipes.importers.importing import TOOLS, Foreign
@@ -80,3 +81,53 @@ def test_gradients_wait_on_the_host_beside_the_states():
     assert "gradients" not in held
     assert "optimizer" not in held
     assert held["gathered weights"] == 2_000_000_000
+
+
+SCRIPT = (
+    "from trl import GRPOConfig, GRPOTrainer\n"
+    "model = AutoModelForCausalLM.from_pretrained('Qwen/Qwen2.5-7B', torch_dtype=torch.bfloat16)\n"
+    "args = GRPOConfig(bf16=True, per_device_train_batch_size=1, num_generations=2, max_prompt_length=256,\n"
+    "    max_completion_length=512, learning_rate=5e-6)\n"
+    "trainer = GRPOTrainer(model=model, args=args, reward_funcs=[good], train_dataset=rows)\n"
+)
+
+
+def test_weights_that_were_loaded_in_bfloat16_are_stepped_so_and_summed_in_buckets(tmp_path: Path):
+    """trl#2972: 40 GB in the first step, more than 96 GB in the second. 7.6 billion weights of 2 bytes, as
+    many bytes of gradients, DDP's buckets, each of two moments, and the roots of the second."""
+    (tmp_path / "grpo.py").write_text(SCRIPT)
+    found = rescued(RescueQuestion(str(tmp_path / "grpo.py"), gpu="h20", num_gpus=4))
+    assert found.was is not None
+    held = owned(found.was)
+    assert "master copies" not in held
+    size = held["weights"]
+    assert held["optimizer"] == 2 * size
+    assert all(held[name] == pytest.approx(size, rel=0.01) for name in ("gradients", "reduce buffers"))
+    # What fits is exact: a script of TRL has its launcher's engines too.
+    assert found.own is not None
+    assert (found.own.keys, found.own.learns) == ({"accelerate_config": "zero2"}, ())
+
+
+def test_whole_states_are_taken_before_an_adapter(tmp_path: Path):
+    """8-bit states are in no shards of memtrain; AdamW's own are, and rounding them is not needed."""
+    config = {**FULL, "deepspeed": "deepspeed_configs/zero3_bf16.json", "datasets": [{"path": "a/b"}]}
+    (tmp_path / "run.yml").write_text("".join(f"{key}: {value}\n" for key, value in config.items()))
+    found = rescued(RescueQuestion(str(tmp_path / "run.yml"), gpu="a100-40", num_gpus=4))
+    assert found.plan is not None
+    assert found.plan.settings.adapter is None
+    assert (found.plan.settings.engine, found.plan.settings.optimizer) == ("fsdp2", "adamw")
+    assert "kind: adamw  # makes it fit" in found.recipe_text
+    assert plan_learns(found) == ()
+
+
+def test_an_old_card_computes_shards_in_float16(tmp_path: Path):
+    """verl on V100: its FSDP was planned as DDP, whole weights and states on every card."""
+    line = (
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=8 "
+        "data.max_prompt_length=256 data.max_response_length=512 trainer.n_gpus_per_node=8 "
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-3B actor_rollout_ref.model.use_remove_padding=True "
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.rollout.n=2"
+    )
+    found = rescued(RescueQuestion(line, gpu="v100-32"))
+    assert found.was is not None
+    assert (found.was.priced.settings.engine, found.was.priced.settings.dtype) == ("fsdp2", "float16")

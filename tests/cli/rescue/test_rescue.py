@@ -8,7 +8,7 @@ import pytest
 from memtrain.__main__ import main
 from memtrain.cli.rescue.find import RescueQuestion, recipe_with, rescued
 from memtrain.cli.rescue.page import page
-from memtrain.cli.rescue.words import as_json, plan_learns, time_words
+from memtrain.cli.rescue.words import as_json, plan_learns, speed_words, time_words
 from memtrain.errors import RecipeError
 from memtrain.recipes.reading.load import load_recipe, load_text
 from memtrain.recipes.reading.shipped import configs_dir
@@ -135,6 +135,57 @@ def test_the_time_of_an_update_is_not_called_that_of_a_step_with_completions():
     )
     assert found.plan is not None
     assert time_words(found.plan.chosen, found).endswith(" an update, completions not counted")
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (1.01, "as fast as"),
+        (0.5, "50% faster than"),
+        (1.5, "50% slower than"),
+        (13.79, "13.8 times as slow as"),
+    ],
+)
+def test_a_much_slower_step_is_told_as_a_multiple(share: float, words: str):
+    assert speed_words(share) == words
+
+
+def test_eager_attention_of_padded_rows_is_planned(tmp_path: Path):
+    """axolotl#3181: it was refused. Scores of 4 heads of each of two rows of 4,096 tokens, 18 layers."""
+    (tmp_path / "dpo.yml").write_text(
+        "base_model: unsloth/gemma-3-270m\nrl: dpo\nload_in_4bit: true\nadapter: qlora\nlora_r: 16\n"
+        "lora_target_linear: true\nsequence_len: 4096\nmicro_batch_size: 1\nlearning_rate: 1.0e-5\n"
+        "bf16: true\neager_attention: true\n"
+    )
+    found = rescued(RescueQuestion(str(tmp_path / "dpo.yml"), gpu="3090"))
+    assert found.was is not None
+    owners = {one.owner: one.num_bytes for one in found.was.priced.prediction.peak.owners}
+    assert owners["activations"] > 18 * 2 * 4096**2 * 4 * 6
+    assert found.own is not None
+    assert found.own.keys == {
+        "dpo_use_liger_kernel": True,
+        "attn_implementation": "flash_attention_2",
+        "eager_attention": False,
+    }
+    assert found.own.learns == ()
+
+
+def test_modules_that_the_model_has_not_are_told_and_left_out(tmp_path: Path):
+    """gpt-oss has stacks of experts and no gate_proj; PEFT passes over the name."""
+    (tmp_path / "train.py").write_text(
+        "from unsloth import FastLanguageModel\n"
+        "model, tokenizer = FastLanguageModel.from_pretrained('unsloth/gpt-oss-20b', max_seq_length=2048)\n"
+        "model = FastLanguageModel.get_peft_model(model, r=8, target_modules=['q_proj', 'gate_proj'])\n"
+        "trainer = SFTTrainer(model=model, args=SFTConfig(per_device_train_batch_size=1))\n"
+    )
+    found = rescued(RescueQuestion(str(tmp_path / "train.py"), gpu="3090"))
+    assert "no linear map gate_proj" in found.notes[0]
+    assert found.plan is not None
+    assert found.plan.settings.adapter is not None
+    assert found.plan.settings.adapter.target_modules == ("q_proj",)
+    # Unsloth's attention keeps no scores, which the model's own does.
+    assert found.was is not None
+    assert found.was.priced.need_bytes < 23 * 2**30
 
 
 def test_nothing_is_guessed_about_the_card(axolotl: str):

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from memtrain.recipes.importers.importing import TOOLS
+from memtrain.recipes.importers.own_changes import changes_of
+from memtrain.recipes.importers.script_calls import OWN_CODE
 from memtrain.recipes.importers.tool import TrlKey
 from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
 from memtrain.recipes.trl.rules import RecipeKey
@@ -38,8 +40,13 @@ BESIDE_THE_SCHEMA = {
         "load_dataset.name",
         "load_dataset.split",
         "load_dataset.data_files",
-        "reward_funcs",
+        "deepspeed",
+        "fsdp",
+        "fsdp_config",
+        "ref_model",
+        "reward_model_name_or_path",
         "unsloth",
+        *(f"trainer.{key}" for key in OWN_CODE),
     },
     "verl": {"actor_rollout_ref.actor.optim.lr_scheduler", "ray_init.*", "profiler*"},
 }
@@ -80,3 +87,40 @@ def test_a_recording_says_where_it_is_from(name: str):
     made = json.loads((DATA / f"{name}_fields.json").read_text())
     assert len(made["source"].split()[-1]) == 40
     assert made["date"] > "2026"
+
+
+WRITTEN = {
+    "trl": ({"use_vllm": True}, {}),
+    "axolotl": ({"eager_attention": True, "micro_batch_size": 4}, {"adapter": "lora"}),
+    "llamafactory": (
+        {"finetuning_type": "full"},
+        {"finetuning_type": "lora", "disable_gradient_checkpointing": True},
+    ),
+    "unsloth": ({"unsloth": True, "from_pretrained.fast_inference": True}, {"unsloth": True}),
+    "verl": ({}, {"data.micro_batch_size_per_gpu": 8}),
+}
+"""Configurations in which each change of a tool finds something to change."""
+
+
+@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_every_key_that_a_rescue_changes_is_of_the_tools_own_schema(name: str, method: str):
+    """A change that the tool does not know would be read over, or end the run."""
+    known = set(TRL_KEYS) | {"accelerate_config"} if name == "trl" else recorded(name) | {"deepspeed"}
+    known |= set(TRL_KEYS) if TOOLS[name].takes_trl else set()
+    known |= {"from_pretrained.unsloth_vllm_standby"} if name == "unsloth" else set()
+    for config in WRITTEN[name]:
+        for change in changes_of(name, method, 8):
+            edited = change.edit(config)
+            assert set(edited) <= known, edited
+            for key in edited:
+                rule = TOOLS[name].rule(key)
+                assert rule is not None or (name == "trl" and key in TRL_KEYS), key
+
+
+def test_a_script_has_the_changes_of_trl_with_its_own_keys():
+    edits = [change.edit({}) for change in changes_of("unsloth", "dpo", 4, is_script=True)]
+    keys = {key for edit in edits for key in edit}
+    assert {"accelerate_config", "precompute_ref_log_probs", "activation_offloading"} <= keys
+    assert {"get_peft_model.r", "from_pretrained.load_in_4bit", "gradient_checkpointing"} <= keys
+    assert "use_peft" not in keys

@@ -1,0 +1,123 @@
+"""Scripts of trainers: which of their models is trained, and what becomes of each argument."""
+
+from pathlib import Path
+
+import pytest
+
+from memtrain.errors import RecipeError
+from memtrain.recipes.importers.importing import Imported, import_config, read_foreign
+
+MODEL = (
+    "model = AutoModelForCausalLM.from_pretrained('mistralai/Mistral-7B-v0.1', torch_dtype=torch.bfloat16)\n"
+)
+DPO = (
+    "from trl import DPOTrainer\n"
+    + MODEL
+    + "reference = AutoModelForCausalLM.from_pretrained({reference!r}, load_in_4bit=True)\n"
+    "args = TrainingArguments(output_dir='x', per_device_train_batch_size=4, learning_rate=5e-7)\n"
+    "trainer = DPOTrainer(model, reference, args=args, beta=0.2, loss_type='ipo', max_length=2048,\n"
+    "    truncation_mode='keep_end', callbacks=[stop])\n"
+    "trainer.train()\n"
+)
+GRPO = (
+    "from trl import GRPOConfig, GRPOTrainer\n"
+    + MODEL
+    + "judge = AutoModelForSequenceClassification.from_pretrained('a/judge', num_labels=1)\n"
+    "args = GRPOConfig(num_generations=4, per_device_train_batch_size=4)\n"
+    "trainer = GRPOTrainer(model=model, reward_funcs={rewards}, args=args, train_dataset=rows)\n"
+)
+
+
+def imported(tmp_path: Path, script: str, **more: int) -> Imported:
+    (tmp_path / "train.py").write_text(script)
+    return import_config(read_foreign(str(tmp_path / "train.py"), **more), has_stand_ins=True)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_reference_does_not_take_the_place_of_the_model(tmp_path: Path):
+    """The last model that was loaded was trained, in the precision of the reference."""
+    made = imported(tmp_path, DPO.format(reference="other/model"))
+    recipe = made.whole()
+    assert recipe.model.path == "mistralai/Mistral-7B-v0.1"
+    assert recipe.model.quantize == "none"
+    assert any(line.startswith("ref_model: other/model") for line in made.notes)
+    same = imported(tmp_path, DPO.format(reference="mistralai/Mistral-7B-v0.1"))
+    assert not any(line.startswith("ref_model") for line in same.notes)
+
+
+def test_a_reference_beside_an_adapter_is_a_second_model_as_it_was(tmp_path: Path):
+    adapted = DPO.format(reference="mistralai/Mistral-7B-v0.1") + "config = LoraConfig(r=16)\n"
+    made = imported(tmp_path, adapted)
+    assert made.pins["dpo.reference"] == "copy"
+    assert any("no second model is loaded" in line for line in made.notes)
+
+
+def test_arguments_of_an_earlier_trainer_are_those_of_its_configuration(tmp_path: Path):
+    made = imported(tmp_path, DPO.format(reference="mistralai/Mistral-7B-v0.1"))
+    recipe = made.whole()
+    assert recipe.dpo is not None
+    assert (recipe.dpo.loss, recipe.dpo.beta, recipe.length.truncation) == (("ipo",), 0.2, "keep_end")
+    assert any(line.startswith("trainer.callbacks") for line in made.notes)
+
+
+def test_a_model_that_judges_is_no_policy(tmp_path: Path):
+    made = imported(tmp_path, GRPO.format(rewards="judge"))
+    assert made.whole().model.path == "mistralai/Mistral-7B-v0.1"
+    assert "functions: [{model: {path: a/judge}}]" in made.text
+    assert not any(line.startswith("trainer.reward_funcs") for line in made.notes)
+    own = imported(tmp_path, GRPO.format(rewards="[judge, length_of]"))
+    assert any(line.startswith("trainer.reward_funcs: '[judge, length_of]'") for line in own.notes)
+
+
+def test_unsloths_vllm_sleeps_where_its_variable_is_set(tmp_path: Path):
+    fast = (
+        "import os\nos.environ['UNSLOTH_VLLM_STANDBY'] = '1'\nfrom unsloth import FastLanguageModel\n"
+        "model, tokenizer = FastLanguageModel.from_pretrained(model_name='Qwen/Qwen3-4B',\n"
+        "    fast_inference=True, gpu_memory_utilization=0.9, max_seq_length=1024)\n"
+        "model = FastLanguageModel.get_peft_model(model, r=16)\n"
+        "trainer = GRPOTrainer(model=model, args=GRPOConfig(num_generations=4), reward_funcs=[f])\n"
+    )
+    assert imported(tmp_path, fast).whole().generation.vllm.sleep == "level2"  # pyright: ignore[reportOptionalMemberAccess]
+    awake = fast.replace("os.environ", "# os.environ")
+    assert imported(tmp_path, awake).whole().generation.vllm.sleep == "off"  # pyright: ignore[reportOptionalMemberAccess]
+
+
+LAUNCHED = "sft.py --model_name_or_path a/b --dataset_name c/d --max_length 512"
+
+
+@pytest.mark.parametrize(
+    ("line", "processes", "engine"),
+    [
+        (f"NCCL_DEBUG=WARN accelerate launch --main_process_port 9 --num_processes 2 {LAUNCHED}", 2, "ddp"),
+        (f"accelerate launch --num_processes 2 --use_deepspeed --zero_stage 2 {LAUNCHED}", 2, "zero2"),
+        (
+            f"deepspeed --include localhost:0,1,2,3 --master_port=9 {LAUNCHED} --deepspeed ds3_cpu.json",
+            4,
+            "zero3",
+        ),
+        (
+            f"torchrun --nproc_per_node 2 --master_port 9 {LAUNCHED} --deepspeed playground/config_s2.json",
+            2,
+            "zero2",
+        ),
+    ],
+)
+def test_what_a_launcher_says_is_no_key_of_the_trainer(line: str, processes: int, engine: str):
+    foreign = read_foreign(line)
+    made = import_config(foreign)
+    assert foreign.processes == processes
+    assert made.pins["cluster.engine"] == engine
+    assert not any("not a known key" in one for one in made.notes), made.notes
+
+
+@pytest.mark.parametrize(
+    ("line", "title"),
+    [
+        ("tune run lora_finetune_distributed --config llama3/8B_lora batch_size=1", "torchtune"),
+        ("swift rlhf --rlhf_type grpo --model Qwen/Qwen2.5-7B", "ms-swift"),
+        ("python -m openrlhf.cli.train_sft --pretrain a/b --micro_train_batch_size 1", "OpenRLHF"),
+        ("python3 -m verl.trainer.main config=x.yaml worker.actor.model.model_path=a/b", "EasyR1"),
+    ],
+)
+def test_a_trainer_that_is_not_read_is_called_by_its_name(line: str, title: str):
+    with pytest.raises(RecipeError, match=f"is of {title}, which memtrain does not read"):
+        read_foreign(line)
