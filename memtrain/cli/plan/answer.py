@@ -26,6 +26,7 @@ from memtrain.memory.generation.rollout_time import RolloutTime, rollout_time
 from memtrain.memory.generation.vllm import longest_read
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.peak_history import read_history
+from memtrain.memory.model_shape.shape import NO_RUN
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.length_profile import LengthReport
 from memtrain.memory.plan.optimizers import OPTIMIZERS
@@ -142,7 +143,9 @@ def ask(
     if card := card_words(hardware, gpu, budget, recipe.cluster.device, where):
         notes.append(card)
     shape_note = facts_note(looked, recipe.model.path)
-    if shape_note:
+    if NO_RUN in shape_note:
+        notes.insert(0, shape_note)
+    elif shape_note:
         notes.append(shape_note)
     wants = recipe.model.quantize != "none" or recipe.optim.kind.endswith("8bit") or recipe.memory.allow
     if presumed and wants:

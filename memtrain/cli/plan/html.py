@@ -33,7 +33,7 @@ def page(made: Answer, traced: Traced | None) -> str:
         title=f"{resolved.case.recipe.method}: {name} on {made.question.hardware.words()}",
         how=f"{settings_words(made.chosen.settings)} · predicted, not measured",
         tiles=_tiles(made),
-        sentences=(host_words(made), *made.notes),
+        sentences=(*made.notes, host_words(made)),
         memory=_memory(made, traced),
         pareto=_pareto(made),
         tables=_tables(made),

@@ -42,8 +42,12 @@ def print_answer(made: Answer, *, explain: bool) -> None:
     """The plan: its fit, the owners of each phase, and the gain of each choice."""
     resolved = made.resolved
     name = recipe_name(made.question.loaded.path)
-    print_text(f"{name} on {made.question.hardware.words()}: {_fits_words(made)}")
-    for note in made.notes:
+    starts_none = made.facts.shape.starts_no_run
+    if starts_none:
+        print_text(made.notes[0])
+    by = "by arithmetic it " if starts_none else ""
+    print_text(f"{name} on {made.question.hardware.words()}: {by}{_fits_words(made)}")
+    for note in made.notes[1:] if starts_none else made.notes:
         print_text(note)
     if made.report is not None:
         print_text(rows_words(made.report))

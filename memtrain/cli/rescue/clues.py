@@ -56,6 +56,8 @@ def clues(died: OomReport, was: AsItWas | None, budget: int) -> Iterator[str]:
         )
     if was is None:
         return
+    if not died.on_host:
+        yield from _waiting(was)
     explains = True
     if died.allocated_bytes is not None:
         held, wanted = died_in(was, died.moment).num_bytes, died.allocated_bytes + (died.asked_bytes or 0)
@@ -67,6 +69,18 @@ def clues(died: OomReport, was: AsItWas | None, budget: int) -> Iterator[str]:
             f"By arithmetic the run needs {gib(was.need_bytes)} and should have fitted"
             f"{rest if explains else ''}."
         )
+
+
+def _waiting(was: AsItWas) -> Iterator[str]:
+    """A sentence on the host's memory, where a run keeps parts there that are worth one."""
+    settings, host = was.priced.settings, was.facts.hardware.host_bytes
+    if settings.shard_offload == "none" and not (settings.optimizer_offload or settings.weights_offload):
+        return
+    name, owners = highest(phases_on_host(was.priced, was.facts))
+    held = sum(owners.values())
+    there = "are assumed" if was.facts.hardware.presumes_host else "are there"
+    more = " That is more than there is." if held > host else ""
+    yield f"The host holds {gib(held)} meanwhile, most in its {name}, of {gib(host)} that {there}.{more}"
 
 
 def _had(died: OomReport, held: int, *, explains: bool) -> str:

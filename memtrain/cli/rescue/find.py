@@ -143,6 +143,7 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
     if asked.max_length is None and was.recipe.online is None:
         longest = was.recipe.length.max_length
         assumed.append(f"Rows are assumed to have {longest:,} tokens, the maximum (--max-length changes it).")
+    assumed = [*_doubts(was.facts), *assumed]
     way = None
     if was.need_bytes > budget or died.asked_bytes is not None:
         way = own_way(foreign, was, hardware, budget, asked.max_length, pins)
@@ -168,6 +169,12 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
         notes=tuple(assumed),
         differences=tuple(line.removeprefix("note: ") for line in listed if line.startswith("note: ")),
     )
+
+
+def _doubts(facts: PlannerInputs | None) -> tuple[str, ...]:
+    """The remark about an uncertain shape, where there is one."""
+    note = "" if facts is None else facts.shape.note
+    return (f"{note[0].upper()}{note[1:]}.",) if note else ()
 
 
 def _with_ranks(foreign: Foreign, asked: RescueQuestion, died: OomReport) -> tuple[Foreign, list[str]]:
@@ -217,7 +224,7 @@ def _of_recipe(asked: RescueQuestion, recipe: Recipe, died: OomReport) -> Rescue
         facts=facts,
         recipe_text="",
         lost=(),
-        notes=notes,
+        notes=(*_doubts(facts), *notes),
     )
 
 
@@ -271,7 +278,10 @@ def _free_recipe(foreign: Foreign, max_length: int | None, pins: Mapping[str, ob
     imported = import_config(foreign, has_stand_ins=True, frees=True)
     text, recipe = imported.text, imported.whole()
     for key, value in pins.items():
-        text, recipe = recipe_with(text, {key: value}), with_key(recipe, key, value)
+        text, recipe = (
+            recipe_with(text, {key: value}, "the card has no bfloat16"),
+            with_key(recipe, key, value),
+        )
     return text, with_a_length(recipe, max_length)[0]
 
 
@@ -353,13 +363,13 @@ def _text(
     return recipe_with(text, keys)
 
 
-def recipe_with(text: str, keys: dict[str, object]) -> str:
+def recipe_with(text: str, keys: dict[str, object], why: str = "makes it fit") -> str:
     """The text of a recipe with some keys more, each under its section, in place of a present key."""
     lines = text.splitlines()
     for key, value in keys.items():
         section, _, name = key.partition(".")
         shown = f"[{', '.join(map(str, value))}]" if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
-        line = f"  {name}: {shown}  # makes it fit"
+        line = f"  {name}: {shown}  # {why}"
         if f"{section}:" not in lines:
             lines += ["", f"{section}:", line]
             continue

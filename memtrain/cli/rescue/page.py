@@ -13,8 +13,8 @@ from memtrain.cli.rescue.words import (
     learns_words,
     no_change_words,
     plan_learns,
+    sentences,
     time_words,
-    verdict,
     way_words,
 )
 from memtrain.memory.plan.units import gib
@@ -31,7 +31,7 @@ def page(found: Rescue) -> str:
         TEMPLATE,
         title=f"{found.name}: out of memory on {found.hardware.words()}",
         tiles=_tiles(found),
-        sentences=(verdict(found), *found.clues, *found.notes),
+        sentences=sentences(found),
         memory=_memory(found),
         tool=found.title,
         own=() if found.own is None else key_lines(found.own),

@@ -120,10 +120,16 @@ def headroom_words(found: Rescue) -> str:
     return f"A headroom of {shares[0].value} is {shares[0].reason} (memory.budget asks for it)."
 
 
+def sentences(found: Rescue) -> tuple[str, ...]:
+    """The verdict, clues and notes; first that nothing can be started, where that is so."""
+    starts_none = found.facts is not None and found.facts.shape.starts_no_run
+    first, notes = (found.notes[:1], found.notes[1:]) if starts_none else ((), found.notes)
+    return (*first, verdict(found), *found.clues, *notes)
+
+
 def print_rescue(found: Rescue, output: Path | None) -> None:
     """The answer on the terminal."""
-    print_text(verdict(found))
-    for line in (*found.clues, *found.notes):
+    for line in sentences(found):
         print_text(line)
     if found.held is not None:
         typer.echo()

@@ -30,8 +30,11 @@ from memtrain.memory.model_shape.layer_parts import (
 from memtrain.memory.model_shape.length_rules import ROTARY, length_rules
 from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
 
-
 # No slots: sums over all layers are remembered, and a search asks for them thousands of times.
+NO_RUN = "no run of it can start here"
+"""Words of a note on a model that this machine's transformers does not know."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A decoder-only language model, in numbers."""
@@ -68,6 +71,11 @@ class ModelShape:
     """The LM head, or one number for a sequence."""
     angles_follow_rows: bool = False
     """Rotary positions depend on the length of the row."""
+
+    @property
+    def starts_no_run(self) -> bool:
+        """Whether this machine can build no such model: its numbers are arithmetic alone."""
+        return NO_RUN in self.note
 
     @property
     def query_width(self) -> int:

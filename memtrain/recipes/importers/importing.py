@@ -230,6 +230,11 @@ def import_config(
     if has_stand_ins:
         _stand_in(made)
     pins = as_it_was(tool, reading, made)
+    if pins.get("optim.master_weights") is False:
+        made.notes.append(
+            f"dtype: bfloat16: {tool.title} steps such weights without float32 copies, which loses small "
+            "updates; here they have copies (optim.master_weights: false leaves them out)"
+        )
     if frees:
         _free(made, reading.processes)
     command = "rescue" if frees else "import"

@@ -319,7 +319,7 @@ def _rows(reading: ToolReading) -> None:
 
 
 def _source(reading: ToolReading, folder: str, name: str) -> dict[str, object]:
-    source: dict[str, object] = {"source": f"{folder}/{name}.json"}
+    source: dict[str, object] = {"source": f"{folder}/{name.removesuffix('.json')}.json"}
     if isinstance(reading.get("max_samples"), int):
         source["limit"] = reading.config["max_samples"]
     return source

@@ -131,3 +131,4 @@ def test_an_old_card_computes_shards_in_float16(tmp_path: Path):
     found = rescued(RescueQuestion(line, gpu="v100-32"))
     assert found.was is not None
     assert (found.was.priced.settings.engine, found.was.priced.settings.dtype) == ("fsdp2", "float16")
+    assert "dtype: float16  # the card has no bfloat16" in found.recipe_text

@@ -56,3 +56,61 @@ def test_every_tools_own_key_is_replaced(line: str, key: str, capsys: pytest.Cap
     said = json.loads(capsys.readouterr().out)
     assert said["method"] == key
     assert "path: Qwen/Qwen2.5-0.5B" in said["memtrain"]["recipe"]
+
+
+UNKNOWN = {
+    "model_type": "foobar9",
+    "architectures": ["FoobarForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture
+def unknown(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(UNKNOWN))
+    return str(tmp_path)
+
+
+def test_that_no_run_can_start_stands_above_the_plan(unknown: str, capsys: pytest.CaptureFixture[str]):
+    """The note stood below the headline, where a reader had seen that the run fits."""
+    recipe = Path(unknown, "my.yaml")
+    recipe.write_text(
+        f"method: sft\nmodel: {{path: {unknown}}}\ndata: {{train: rows.jsonl}}\nlength: {{max_length: 512}}\n"
+    )
+    assert main(["plan", str(recipe), "--gpu", "4090", "--without-data"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.index("no run of it can start here") < said.index("by arithmetic it fits")
+
+
+def test_that_no_run_can_start_stands_above_a_rescue(unknown: str, capsys: pytest.CaptureFixture[str]):
+    """The answer did not say it at all."""
+    run = Path(unknown, "run.yaml")
+    run.write_text(f"model_name_or_path: {unknown}\nper_device_train_batch_size: 8\nmax_length: 512\n")
+    for config in (str(run), "own"):
+        if config == "own":
+            config = str(Path(unknown, "my.yaml"))
+            Path(config).write_text(
+                f"method: sft\nmodel: {{path: {unknown}}}\ndata: {{train: r.jsonl}}\n"
+                "length: {max_length: 512}\n"
+            )
+        assert main(["rescue", config, "--gpu", "4090"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert said.startswith("Model type 'foobar9' is not in the table")
+        assert said.index("no run of it can start here") < said.index("4090")
+
+
+def test_the_host_of_an_offloaded_run_is_told(tmp_path: Path):
+    """32 billion weights on 8 cards under ZeRO-3's offloading: 18 bytes of each are on the host."""
+    (tmp_path / "run.yaml").write_text(
+        "model_name_or_path: Qwen/Qwen2.5-32B-Instruct\nstage: sft\nfinetuning_type: full\ncutoff_len: 4096\n"
+        "deepspeed: ds_z3_offload.json\nper_device_train_batch_size: 1\nlearning_rate: 1.0e-5\nbf16: true\n"
+    )
+    asked = RescueQuestion(str(tmp_path / "run.yaml"), gpu="h100", num_gpus=8, host_memory="512GiB")
+    words = next(one for one in rescued(asked).clues if one.startswith("The host holds"))
+    assert "of 512.0 GiB that are there. That is more than there is." in words

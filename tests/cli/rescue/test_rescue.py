@@ -179,7 +179,7 @@ def test_modules_that_the_model_has_not_are_told_and_left_out(tmp_path: Path):
         "trainer = SFTTrainer(model=model, args=SFTConfig(per_device_train_batch_size=1))\n"
     )
     found = rescued(RescueQuestion(str(tmp_path / "train.py"), gpu="3090"))
-    assert "no linear map gate_proj" in found.notes[0]
+    assert any("no linear map gate_proj" in one for one in found.notes)
     assert found.plan is not None
     assert found.plan.settings.adapter is not None
     assert found.plan.settings.adapter.target_modules == ("q_proj",)

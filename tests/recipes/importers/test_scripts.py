@@ -59,6 +59,16 @@ def test_arguments_of_an_earlier_trainer_are_those_of_its_configuration(tmp_path
     assert any(line.startswith("trainer.callbacks") for line in made.notes)
 
 
+def test_weights_that_are_stepped_in_bfloat16_are_told(tmp_path: Path):
+    """transformers' trainer keeps no float32 copies of weights that were loaded so; DeepSpeed does."""
+    script = DPO.format(reference="mistralai/Mistral-7B-v0.1")
+    assert any("without float32 copies" in line for line in imported(tmp_path, script).notes)
+    sharded = script.replace("output_dir='x'", "output_dir='x', deepspeed='ds_zero3.json'")
+    made = imported(tmp_path, sharded, processes=4)
+    assert made.pins["cluster.engine"] == "zero3"
+    assert not any("without float32 copies" in line for line in made.notes)
+
+
 def test_a_model_that_judges_is_no_policy(tmp_path: Path):
     made = imported(tmp_path, GRPO.format(rewards="judge"))
     assert made.whole().model.path == "mistralai/Mistral-7B-v0.1"
@@ -121,3 +131,8 @@ def test_what_a_launcher_says_is_no_key_of_the_trainer(line: str, processes: int
 def test_a_trainer_that_is_not_read_is_called_by_its_name(line: str, title: str):
     with pytest.raises(RecipeError, match=f"is of {title}, which memtrain does not read"):
         read_foreign(line)
+
+
+def test_a_file_that_is_named_as_a_dataset_is_named_once():
+    line = "llamafactory-cli train --stage sft --model_name_or_path a/b --dataset lima.json --template qwen"
+    assert "data/lima.json}" in import_config(read_foreign(line)).text

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from memtrain.errors import LaunchError, words_of
 from memtrain.memory.model_shape.config_names import OTHER_NAMES, canonical
 from memtrain.memory.model_shape.layer_parts import Counts, ExpertStack, Linear
-from memtrain.memory.model_shape.shape import ModelShape, shape_of
+from memtrain.memory.model_shape.shape import NO_RUN, ModelShape, shape_of
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.experts.forward import is_experts, stacks_of
 from memtrain.trainers.model.heads.backbone import backbone_of
@@ -43,7 +43,7 @@ def count_model(config: Mapping[str, Any], head: str = "lm") -> tuple[Counts | N
     except Exception as error:
         if "model_type" in config and unknown_type(str(config["model_type"])) is not None:
             fault = unknown_model(config, "model.path")
-            return None, {}, f"no run of it can start here: {fault.faults[0].what}"
+            return None, {}, f"{NO_RUN}: {fault.faults[0].what}"
         return None, {}, f"transformers cannot build it ({type(error).__name__}: {words_of(error)})"
 
 
