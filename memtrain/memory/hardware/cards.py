@@ -111,11 +111,11 @@ def named_card(name: str) -> Card | None:
 
 
 def _of_driver_alone(name: str) -> Card | None:
-    """The card of a driver's name, unless the name is of a larger sister (`RTX 3080 Ti`)."""
+    """The card of a driver's name, unless the name is another word, or of a larger sister (`RTX 3080 Ti`)."""
     card, sister = card_of_driver(name), re.compile(r"\b(ti|super)\b")
-    if card is None or sister.search(name) and not sister.search(card.name.lower().replace("-", " ")):
+    if card is None or re.search(rf"(?<![a-z0-9])({card.driver})(?![a-z0-9])", name) is None:
         return None
-    return card
+    return card if not sister.search(name) or sister.search(card.name.lower().replace("-", " ")) else None
 
 
 def _letters(name: str) -> str:

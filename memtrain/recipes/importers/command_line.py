@@ -40,6 +40,10 @@ _LAUNCHERS = {
 training."""
 
 
+_STARTS = r"^\s*([A-Z_]+=\S*\s+)*(accelerate launch|torchrun|deepspeed|python3?|axolotl|trl)\s+\S"
+"""How a command that trains begins, where it has no argument of its own."""
+
+
 @dataclass(slots=True)
 class CommandLine:
     """Keys and values of a command line."""
@@ -52,13 +56,22 @@ class CommandLine:
     files: list[Path] = field(default_factory=list[Path])
     """YAML files that it names and that are here."""
 
+    @property
+    def script(self) -> Path | None:
+        """The script that it runs, where that is here."""
+        found = [Path(word) for word in self.words if word.endswith(".py")]
+        return next((path for path in found if path.is_file()), None)
+
+    @property
+    def absent(self) -> list[str]:
+        """Configurations that it names and that are not here."""
+        return [word for word in self.words if word.endswith((".yaml", ".yml")) and not Path(word).is_file()]
+
 
 def looks_like(text: str) -> bool:
     """Whether a text is a command line, or a shell script of one."""
-    return (
-        re.search(r"(^|\s)--[A-Za-z][\w-]*[ =]|(^|\s)[\w.]+\.[\w.]+=\S|llamafactory-cli|verl\.trainer", text)
-        is not None
-    )
+    words = r"(^|\s)--[A-Za-z][\w-]*[ =]|(^|\s)[\w.]+\.[\w.]+=\S|llamafactory-cli|verl\.trainer"
+    return re.search(f"{words}|{_STARTS}", text, re.M) is not None
 
 
 def read_command(text: str, name: str) -> CommandLine:

@@ -67,6 +67,8 @@ class Imported:
     """Settings of the tool's own computation, as keys over the recipe's."""
     recipe: Recipe | None = None
     """The recipe of the text; None with faults."""
+    name: str = ""
+    """Name of what was read."""
     precision_is_open: bool = False
     """Nobody wrote a precision: the tool takes bfloat16 where the card has it, else float16."""
 
@@ -76,7 +78,8 @@ class Imported:
         Raises: RecipeError with what the configuration lacks.
         """
         if self.recipe is None:
-            raise RecipeError(self.faults)
+            # The recipe is in no file yet: its lines are nobody's.
+            raise RecipeError([replace(one, where=f"{self.name}, read as a recipe") for one in self.faults])
         return self.recipe
 
 
@@ -139,6 +142,12 @@ def _mapping(path: Path, tool: str | None, method: str | None, processes: int | 
 
 def _command(text: str, name: str, tool: str | None, method: str | None, processes: int | None) -> Foreign:
     command = read_command(text, name)
+    if command.absent:
+        raise RecipeError(
+            f"the command names {command.absent[0]}, which is not here",
+            name,
+            "give the file itself, or run this where the file is",
+        )
     config: dict[str, Any] = {}
     for file in command.files:
         config |= cast(dict[str, Any], plain(read_mapping(file)))
@@ -149,6 +158,11 @@ def _command(text: str, name: str, tool: str | None, method: str | None, process
         named, said = accelerate_file(Path(engine))
         config["accelerate_config"] = named or engine
         number = number or said
+    script = command.script
+    if script is not None and set(config) <= {"accelerate_config"}:
+        # The script's own calls say all.
+        read = _script(_text(script), script, tool, method, processes or number)
+        return replace(read, config={**read.config, **config})
     return _foreign(config, command.words, name, tool, method, processes or number)
 
 
@@ -245,7 +259,17 @@ def import_config(
         recipe = load_text(text, output).recipe
     except RecipeError as error:
         faults = list(error.faults)
-    return Imported(tool, reading.method, text, _notes(made), faults, pins, recipe, reading.precision_is_open)
+    return Imported(
+        tool,
+        reading.method,
+        text,
+        _notes(made),
+        faults,
+        pins,
+        recipe,
+        foreign.name,
+        precision_is_open=reading.precision_is_open,
+    )
 
 
 def _stand_in(made: Translation) -> None:

@@ -188,6 +188,14 @@ def test_modules_that_the_model_has_not_are_told_and_left_out(tmp_path: Path):
     assert found.was.priced.need_bytes < 23 * 2**30
 
 
+def test_a_fault_is_placed_in_what_was_read():
+    """`recipe.yaml:34:1` was named, a file that nobody has."""
+    line = "verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"
+    with pytest.raises(RecipeError) as caught:
+        rescued(RescueQuestion(line, gpu="4090"))
+    assert {one.where for one in caught.value.faults} == {"the command line, read as a recipe"}
+
+
 def test_nothing_is_guessed_about_the_card(axolotl: str):
     with pytest.raises(RecipeError, match="the card of the run is unknown"):
         rescued(RescueQuestion(axolotl))

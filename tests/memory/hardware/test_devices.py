@@ -40,7 +40,7 @@ def test_a_gpu_of_amd_is_called_one(name):
         Hardware.named(name)
 
 
-@pytest.mark.parametrize("name", ["RTX 3080 Ti", "3080-ti", "mi300", "gtx1080"])
+@pytest.mark.parametrize("name", ["RTX 3080 Ti", "3080-ti", "mi300", "gtx1080", "h1000", "xh100"])
 def test_a_larger_sister_of_a_card_is_not_taken_for_it(name):
     assert named_card(name) is None
 

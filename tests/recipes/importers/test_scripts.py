@@ -136,3 +136,33 @@ def test_a_trainer_that_is_not_read_is_called_by_its_name(line: str, title: str)
 def test_a_file_that_is_named_as_a_dataset_is_named_once():
     line = "llamafactory-cli train --stage sft --model_name_or_path a/b --dataset lima.json --template qwen"
     assert "data/lima.json}" in import_config(read_foreign(line)).text
+
+
+def test_the_command_of_a_script_reads_the_script(tmp_path: Path):
+    """A script without arguments says all in its calls, and its launcher how many cards there were."""
+    (tmp_path / "dpo.py").write_text(DPO.format(reference="mistralai/Mistral-7B-v0.1"))
+    for start, number in (
+        ("python", 1),
+        ("accelerate launch --num_processes 4 --use_deepspeed --zero_stage 3", 4),
+    ):
+        foreign = read_foreign(f"{start} {tmp_path / 'dpo.py'}")
+        made = import_config(foreign, has_stand_ins=True)
+        assert (made.method, made.whole().model.path, foreign.processes) == (
+            "dpo",
+            "mistralai/Mistral-7B-v0.1",
+            number,
+        )
+        assert made.pins["cluster.engine"] == ("ddp" if number == 1 else "zero3")
+
+
+@pytest.mark.parametrize("line", ["axolotl train {}", "accelerate launch -m axolotl.cli.train {}"])
+def test_a_command_without_arguments_is_one(line: str, tmp_path: Path):
+    (tmp_path / "run.yml").write_text(
+        "base_model: a/b\nsequence_len: 512\ndatasets: [{path: c/d, type: alpaca}]\n"
+    )
+    assert read_foreign(line.format(tmp_path / "run.yml")).tool.name == "axolotl"
+
+
+def test_a_file_that_a_command_names_and_is_not_here_is_told():
+    with pytest.raises(RecipeError, match=r"names examples/llama3_sft\.yaml, which is not here"):
+        read_foreign("llamafactory-cli train examples/llama3_sft.yaml")
