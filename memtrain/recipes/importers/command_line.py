@@ -41,7 +41,7 @@ training."""
 
 
 _STARTS = r"^\s*([A-Z_]+=\S*\s+)*(accelerate launch|torchrun|deepspeed|python3?|axolotl|trl)\s+\S"
-"""How a command that trains begins, where it has no argument of its own."""
+"""Beginnings of a command that trains and has no argument of its own."""
 
 
 @dataclass(slots=True)
