@@ -87,12 +87,21 @@ def calls_of(text: str, name: str) -> list[Call]:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             _assign(node, known)
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            results[node.value] = ast.unparse(target)
+            results |= dict.fromkeys(_chain(node.value), ast.unparse(target))
         elif isinstance(node, ast.Call):
             call = _call(node, known)
             if call is not None:
                 found.append(replace(call, result=results.get(node, "")))
     return found
+
+
+def _chain(value: ast.expr) -> Iterator[ast.expr]:
+    """The calls of `load(...).eval().to(...)`, whose result is one."""
+    while isinstance(value, ast.Call):
+        yield value
+        if not isinstance(value.func, ast.Attribute):
+            return
+        value = value.func.value
 
 
 def _in_order(tree: ast.AST) -> Iterator[ast.AST]:

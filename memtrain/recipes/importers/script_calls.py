@@ -30,6 +30,17 @@ TRAINERS = {name.replace("Config", "Trainer"): method for name, method in CONFIG
 ARGUMENTS = ("TrainingArguments", "UnslothTrainingArguments")
 """Configurations of any method."""
 
+OTHER_BITS = (
+    "AqlmConfig",
+    "AwqConfig",
+    "EetqConfig",
+    "FineGrainedFP8Config",
+    "GPTQConfig",
+    "HqqConfig",
+    "TorchAoConfig",
+)
+"""Quantizations that are not bitsandbytes'."""
+
 OWN_CODE = (
     "callbacks",
     "compute_loss_func",
@@ -46,6 +57,21 @@ OWN_CODE = (
 
 _OF_TRAINERS = {*TRL_KEYS, "max_seq_length"} - {"reward_funcs"}
 """Arguments of a trainer that are keys of its configuration; earlier trainers had many."""
+
+_GIVEN = {
+    "args",
+    "eval_dataset",
+    "model",
+    "peft_config",
+    "processing_class",
+    "ref_model",
+    "reward_model",
+    "reward_processing_classes",
+    "teacher_model",
+    "tokenizer",
+    "train_dataset",
+}
+"""Arguments of a trainer that are read by their own calls, or are rows."""
 
 _PAIRED = ("DPOTrainer", "KTOTrainer")
 """Trainers whose second argument is the reference."""
@@ -142,7 +168,10 @@ def _arguments(call: Call) -> dict[str, Any]:
             f"{LOAD}.dtype": value for key, value in kept.items() if key == "torch_dtype"
         }
     if call.name == "BitsAndBytesConfig":
-        return {f"{LOAD}.{key}": value for key, value in given.items() if key.startswith("load_in_")}
+        read = ("load_in_", "bnb_4bit_quant_type")
+        return {f"{LOAD}.{key}": value for key, value in given.items() if key.startswith(read)}
+    if call.name in OTHER_BITS:
+        return {f"{LOAD}.quantization_config": call.name}
     if call.name in (ADAPT, "LoraConfig"):
         kept = {key: value for key, value in given.items() if key not in ("task_type", "inference_mode")}
         return {f"{ADAPT}.{key}": value for key, value in kept.items()} | {f"{ADAPT}.used": True}
@@ -161,7 +190,9 @@ def _arguments(call: Call) -> dict[str, Any]:
 def _of_trainer(call: Call, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a trainer: keys of its configuration, models by name, and code of the script."""
     taken = {key: value for key, value in given.items() if key in _OF_TRAINERS}
-    taken |= {f"trainer.{key}": given[key] for key in OWN_CODE if key in given}
+    taken |= {
+        f"trainer.{key}": one for key, one in given.items() if key not in _OF_TRAINERS and key not in _GIVEN
+    }
     model = given.get("model") or next(iter(call.positional), None)
     if isinstance(model, str) and not isinstance(model, Computed):
         # A trainer of TRL loads a model that is given by its name.

@@ -14,6 +14,44 @@ from memtrain.recipes.trl.rules import Automatic, ReadTogether, Unmapped
 
 _SEED = Automatic("`train.seed` is for everything")
 _KERNELS = Automatic("the plan chooses kernels and strategies")
+_OWN_LOADING = (
+    "auto_model",
+    "disable_log_stats",
+    "fix_tokenizer",
+    "float8_kv_cache",
+    "fullgraph",
+    "max_lora_rank",
+    "random_state",
+    "return_logits",
+    "text_only",
+    "token",
+    "unsloth_force_compile",
+    "unsloth_tiled_mlp",
+    "use_exact_model_name",
+)
+LOADING = (
+    "bnb_4bit_compute_dtype",
+    "bnb_4bit_use_double_quant",
+    "cache_dir",
+    "force_download",
+    "ignore_mismatched_sizes",
+    "local_files_only",
+    "low_cpu_mem_usage",
+    "max_memory",
+    "num_labels",
+    "offload_folder",
+    "offload_state_dict",
+    "pad_token_id",
+    "proxies",
+    "resume_download",
+    "return_dict",
+    "use_auth_token",
+    "use_cache",
+    "use_flash_attention_2",
+    "use_safetensors",
+)
+"""Arguments of transformers' `from_pretrained` that say nothing of the training."""
+
 _PARTS = Unmapped("some layers or parts of the model adapted, others not")
 _OWN_VLLM = ReadTogether()
 
@@ -41,7 +79,10 @@ KEYS: dict[str, ToolRule] = {
     f"{LOAD}.attn_implementation": TrlKey("attn_implementation"),
     f"{LOAD}.torch_dtype": TrlKey("dtype"),
     f"{LOAD}.device_map": ReadTogether(),
-    f"{LOAD}.*": _KERNELS,
+    **{f"{LOAD}.{key}": _KERNELS for key in (*_OWN_LOADING, *LOADING)},
+    f"{LOAD}.bnb_4bit_quant_type": Unmapped("weights in 4 bits are NF4 (`model.quantize`)", (None, "nf4")),
+    f"{LOAD}.quantization_config": Unmapped("weights are quantized by bitsandbytes alone (`model.quantize`)"),
+    **dict.fromkeys((f"{LOAD}.whisper_language", f"{LOAD}.whisper_task"), Unmapped("audio rows")),
     f"{ADAPT}.r": TrlKey("lora_r"),
     f"{ADAPT}.target_modules": TrlKey("lora_target_modules"),
     f"{ADAPT}.lora_alpha": TrlKey("lora_alpha"),
@@ -64,7 +105,23 @@ KEYS: dict[str, ToolRule] = {
         ),
         _PARTS,
     ),
-    f"{ADAPT}.*": _KERNELS,
+    **dict.fromkeys(
+        (
+            f"{ADAPT}.finetune_attention_modules",
+            f"{ADAPT}.finetune_language_layers",
+            f"{ADAPT}.finetune_mlp_modules",
+        ),
+        Unmapped("`model.adapter.target_modules` names what is adapted", (None, True)),
+    ),
+    **dict.fromkeys(
+        (f"{ADAPT}.finetune_audio_layers", f"{ADAPT}.finetune_vision_layers"),
+        Automatic("only the text part of a model is trained"),
+    ),
+    f"{ADAPT}.qat_scheme": Unmapped("quantization-aware training"),
+    **dict.fromkeys(
+        (f"{ADAPT}.{key}" for key in ("ensure_weight_tying", "task_type", "temporary_location", "used")),
+        _KERNELS,
+    ),
     **ARGUMENTS,
     "dataset_text_field": TrlKey("dataset_text_field"),
     "load_dataset": ReadTogether(),

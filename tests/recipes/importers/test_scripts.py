@@ -13,7 +13,7 @@ MODEL = (
 DPO = (
     "from trl import DPOTrainer\n"
     + MODEL
-    + "reference = AutoModelForCausalLM.from_pretrained({reference!r}, load_in_4bit=True)\n"
+    + "reference = AutoModelForCausalLM.from_pretrained({reference!r}, load_in_4bit=True).eval()\n"
     "args = TrainingArguments(output_dir='x', per_device_train_batch_size=4, learning_rate=5e-7)\n"
     "trainer = DPOTrainer(model, reference, args=args, beta=0.2, loss_type='ipo', max_length=2048,\n"
     "    truncation_mode='keep_end', callbacks=[stop])\n"
@@ -166,3 +166,34 @@ def test_a_command_without_arguments_is_one(line: str, tmp_path: Path):
 def test_a_file_that_a_command_names_and_is_not_here_is_told():
     with pytest.raises(RecipeError, match=r"names examples/llama3_sft\.yaml, which is not here"):
         read_foreign("llamafactory-cli train examples/llama3_sft.yaml")
+
+
+def test_no_argument_of_a_script_is_read_over(tmp_path: Path):
+    """What began with `from_pretrained.` or `get_peft_model.` and was unknown was taken to be automatic."""
+    made = imported(
+        tmp_path,
+        "from unsloth import FastModel\n"
+        "model, tokenizer = FastModel.from_pretrained('Qwen/Qwen3-4B', max_seq_length=512, new_switch=3)\n"
+        "model = FastModel.get_peft_model(\n"
+        "    model, r=8, finetune_mlp_modules=False, rank_pattern={'q': 4})\n"
+        "trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=rows, odd=1,\n"
+        "    args=SFTConfig(per_device_train_batch_size=1))\n",
+    )
+    listed = {line.partition(":")[0] for line in made.notes}
+    assert {
+        "from_pretrained.new_switch",
+        "get_peft_model.finetune_mlp_modules",
+        "get_peft_model.rank_pattern",
+        "trainer.odd",
+    } <= listed
+    assert not {"trainer.tokenizer", "trainer.train_dataset", "get_peft_model.used"} & listed
+
+
+def test_weights_of_another_quantization_are_told(tmp_path: Path):
+    made = imported(
+        tmp_path,
+        "bits = GPTQConfig(bits=4)\n"
+        "model = AutoModelForCausalLM.from_pretrained('a/b', quantization_config=bits)\n"
+        "trainer = SFTTrainer(model=model, args=SFTConfig(max_length=512))\n",
+    )
+    assert any(line.startswith("from_pretrained.quantization_config: GPTQConfig") for line in made.notes)

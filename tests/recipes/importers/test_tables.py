@@ -13,6 +13,7 @@ from memtrain.recipes.importers.importing import TOOLS
 from memtrain.recipes.importers.own_changes import changes_of
 from memtrain.recipes.importers.script_calls import OWN_CODE
 from memtrain.recipes.importers.tool import TrlKey
+from memtrain.recipes.importers.unsloth import LOADING
 from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
 from memtrain.recipes.trl.rules import RecipeKey
 from memtrain.recipes.trl.writing import default_of
@@ -46,6 +47,10 @@ BESIDE_THE_SCHEMA = {
         "ref_model",
         "reward_model_name_or_path",
         "unsloth",
+        "from_pretrained.bnb_4bit_quant_type",
+        "from_pretrained.quantization_config",
+        "get_peft_model.used",
+        *(f"from_pretrained.{key}" for key in LOADING),
         *(f"trainer.{key}" for key in OWN_CODE),
     },
     "verl": {"actor_rollout_ref.actor.optim.lr_scheduler", "ray_init.*", "profiler*"},
