@@ -51,10 +51,10 @@ def _devices(reading: ToolReading, *, is_online: bool) -> None:
         if reading.processes > 1:
             reading.direct.pop("memory.optimizer_offload")
             reading.set_recipe("cluster.cpu_offload", "parameters", "verl waits with the optimizer alone")
-    width = reading.get(
-        f"{_AR}.actor.ulysses_sequence_parallel_size", reading.get("ulysses_sequence_parallel_size", 1)
-    )
-    if isinstance(width, int) and width > 1:
+    size = "ulysses_sequence_parallel_size"
+    widths = (reading.get(key, 1) for key in (f"{_AR}.actor.{size}", f"{actor}.{size}", size))
+    width = max(one for one in widths if isinstance(one, int))
+    if width > 1:
         reading.set_recipe("cluster.context_parallel", width)
         reading.set_recipe("cluster.context_parallel_mode", "ulysses")
 

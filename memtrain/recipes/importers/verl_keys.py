@@ -110,6 +110,40 @@ KEYS: dict[str, ToolRule] = {
         )
     },
     f"{_AR}.actor.grad_clip": TrlKey("max_grad_norm"),
+    # what changes the training where it is not as it is by default
+    f"{_AR}.actor.router_replay.mode": Unmapped(
+        "`grpo.router_replay` is of the sampler's own choices", (None, "disabled")
+    ),
+    f"{_AR}.rollout.enable_rollout_routing_replay": Unmapped("`grpo.router_replay: true` says the same"),
+    f"{_AR}.actor.shuffle": Unmapped("mini-batches are in the order of their prompts"),
+    f"{_AR}.actor.loss_scale_factor": Unmapped("another divisor of the loss"),
+    f"{_AR}.actor.fsdp_config.fsdp_size": Unmapped("shards lie over all devices", (None, -1)),
+    f"{_AR}.actor.fsdp_config.reshard_after_forward": Unmapped(
+        "weights are let go after each pass", (None, True)
+    ),
+    f"{_AR}.model.mtp.enable_train": Unmapped("multi-token prediction heads"),
+    f"{_AR}.model.external_lib": Unmapped("code of your own"),
+    f"{_AR}.rollout.ignore_eos": Unmapped("a completion ends at its end token"),
+    f"{_AR}.rollout.do_sample": Unmapped("completions are sampled (`generate.temperature`)", (None, True)),
+    f"{_AR}.rollout.quantization": Unmapped("the sampler has the policy's weights"),
+    f"{_AR}.rollout.over_sample_rate": Unmapped("every prompt gets as many completions", (None, 0)),
+    **{
+        f"{_AR}.rollout.{name}_parallel_size": Unmapped(
+            "vLLM runs on one device for each process of the run", (None, 1)
+        )
+        for name in ("data", "expert", "pipeline_model")
+    },
+    **dict.fromkeys(
+        (
+            "algorithm.rollout_correction.rollout_is_batch_normalize",
+            "algorithm.rollout_correction.rollout_rs",
+            "algorithm.rollout_correction.bypass_mode",
+        ),
+        Unmapped("other corrections: `grpo.importance_correction` names the available ones"),
+    ),
+    "data.multiturn.enable": _TURNS,
+    "data.tokenizer": Unmapped("another tokenizer: `model.tokenizer` names it"),
+    "trainer.val_only": Unmapped("nothing would be trained"),
     # the loss
     "algorithm.adv_estimator": _T,
     f"{_AR}.actor.use_kl_loss": _T,
@@ -165,7 +199,14 @@ KEYS: dict[str, ToolRule] = {
     **dict.fromkeys(
         (f"{_AR}.actor.strategy", "model.strategy"), Unmapped("Megatron's engine", (None, "fsdp", "fsdp2"))
     ),
-    **dict.fromkeys((f"{_AR}.actor.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size"), _T),
+    **dict.fromkeys(
+        (
+            f"{_AR}.actor.ulysses_sequence_parallel_size",
+            f"{_AR}.actor.fsdp_config.ulysses_sequence_parallel_size",
+            "ulysses_sequence_parallel_size",
+        ),
+        _T,
+    ),
     f"{_AR}.actor.fsdp_config.*": _ENGINE,
     f"{_AR}.actor.use_prefix_grouper": Automatic("prompts are computed once for their group"),
     f"{_AR}.actor.checkpoint.*": Automatic("checkpoints always hold all state that a run needs to continue"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from memtrain.errors import RecipeError
-from memtrain.recipes.importers.importing import Imported, import_config, read_foreign
+from memtrain.recipes.importers.importing import TOOLS, Foreign, Imported, import_config, read_foreign
 
 MODEL = (
     "model = AutoModelForCausalLM.from_pretrained('mistralai/Mistral-7B-v0.1', torch_dtype=torch.bfloat16)\n"
@@ -197,3 +197,42 @@ def test_weights_of_another_quantization_are_told(tmp_path: Path):
         "trainer = SFTTrainer(model=model, args=SFTConfig(max_length=512))\n",
     )
     assert any(line.startswith("from_pretrained.quantization_config: GPTQConfig") for line in made.notes)
+
+
+AR = "actor_rollout_ref"
+GRPO_OF_VERL = {
+    "algorithm.adv_estimator": "grpo",
+    f"{AR}.model.path": "a/b",
+    f"{AR}.rollout.n": 4,
+    "data.train_files": "rows.parquet",
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_told"),
+    [
+        (f"{AR}.actor.router_replay.mode", "R3", True),
+        (f"{AR}.actor.router_replay.mode", "disabled", False),
+        (f"{AR}.rollout.ignore_eos", True, True),
+        (f"{AR}.rollout.do_sample", False, True),
+        (f"{AR}.rollout.do_sample", True, False),
+        (f"{AR}.rollout.pipeline_model_parallel_size", 2, True),
+        ("algorithm.rollout_correction.rollout_rs", "token", True),
+        (f"{AR}.actor.fsdp_config.fsdp_size", 4, True),
+        (f"{AR}.actor.fsdp_config.fsdp_size", -1, False),
+        (f"{AR}.rollout.max_num_seqs", 64, False),
+    ],
+)
+def test_a_key_of_verl_that_changes_the_training_is_told(key: str, value: object, is_told: bool):
+    """They were taken to be the sampler's and the engine's own business."""
+    made = import_config(
+        Foreign(TOOLS["verl"], {**GRPO_OF_VERL, key: value}, None, 8, "run"), has_stand_ins=True
+    )
+    assert any(line.startswith(f"{key}: ") for line in made.notes) is is_told
+
+
+@pytest.mark.parametrize("section", [f"{AR}.actor", f"{AR}.actor.fsdp_config"])
+def test_verls_sequence_parallelism_is_read(section: str):
+    config = {**GRPO_OF_VERL, f"{section}.ulysses_sequence_parallel_size": 2}
+    made = import_config(Foreign(TOOLS["verl"], config, None, 8, "run"), has_stand_ins=True)
+    assert "context_parallel: 2" in made.text
