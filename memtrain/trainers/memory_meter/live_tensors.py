@@ -37,11 +37,6 @@ class TensorPeak(TorchDispatchMode):
         self.peak_bytes = 0
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
 
-    @property
-    def left_bytes(self) -> int:
-        """Bytes made inside that are still alive."""
-        return self.live_bytes
-
     def count(self, tensor: Tensor, name: str = "") -> None:
         """Take `tensor` into account, unless its storage is known or on another device."""
         if _device_type(tensor) != self.device_type:

@@ -40,8 +40,8 @@ class MemoryWatch:
 
     device: torch.device
     resident_bytes: int
-    """Bytes of weights and optimizer state that are there before a phase (CPU: the mode sees only new
-    tensors)."""
+    """Bytes of weights and optimizer state that are there before the first phase (CPU: the mode sees only
+    tensors that are made in one)."""
     note: Callable[[str, int, int, int, int], None]
     """Takes (phase, allocated, reserved, resident memory of the process, tokens of the largest micro-batch)
     of every new highest peak."""
@@ -53,6 +53,7 @@ class MemoryWatch:
     phases: dict[str, int] = field(default_factory=dict)
     _most_tokens: int = 0
     _steps_seen: int = 0
+    _counter: TensorPeak | None = None
 
     @contextmanager
     def phase(self, name: str, step: StepWeight | None = None) -> Iterator[None]:
@@ -63,12 +64,22 @@ class MemoryWatch:
             with self._cuda_phase(name, step):
                 yield
         elif step is None or self._is_worth_counting(step):
-            with self.counting() as counted:
+            with self._counted_anew() as counted:
                 yield
             self._note(name, self.resident_bytes + counted.peak_bytes, 0, step)
-            self.resident_bytes += counted.left_bytes
         else:
             yield
+
+    def _counted_anew(self) -> TensorPeak:
+        """The counter, whose peak begins at what is there of the tensors that it has seen.
+
+        One for all phases: what is left by one of them may be gone in a later one. What a step makes that is
+        not counted is not seen.
+        """
+        if self._counter is None:
+            self._counter = self.counting()
+        self._counter.peak_bytes = self._counter.live_bytes
+        return self._counter
 
     def _is_worth_counting(self, step: StepWeight) -> bool:
         self._steps_seen += 1

@@ -19,9 +19,9 @@ def test_the_peak_is_what_lives_at_once_and_what_is_left_lives_on():
         second = kib(3)
         del first
         third = kib(2)
-    assert (counted.peak_bytes, counted.left_bytes) == (7 * KIB, 5 * KIB)
+    assert (counted.peak_bytes, counted.live_bytes) == (7 * KIB, 5 * KIB)
     del second, third
-    assert counted.left_bytes == 0
+    assert counted.live_bytes == 0
 
 
 def test_views_and_tensors_from_before_are_not_counted():
@@ -32,7 +32,7 @@ def test_views_and_tensors_from_before_are_not_counted():
         same = torch.ops.aten._unsafe_view(before, (KIB,))
     assert counted.peak_bytes == 0
     del before, view, same
-    assert counted.left_bytes == 0
+    assert counted.live_bytes == 0
 
 
 def test_what_autograd_keeps_is_counted_until_the_backward_pass_lets_go():
@@ -43,7 +43,7 @@ def test_what_autograd_keeps_is_counted_until_the_backward_pass_lets_go():
         assert counted.live_bytes == 4 * KIB + 4
         loss.backward()
         del loss
-        assert counted.left_bytes == 4 * KIB
+        assert counted.live_bytes == 4 * KIB
     assert counted.peak_bytes == 3 * 4 * KIB + 4 + 4
 
 

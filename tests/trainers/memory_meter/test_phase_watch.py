@@ -4,13 +4,13 @@ from contextlib import nullcontext
 
 import torch
 
-from memtrain.trainers.memory_meter.phase_watch import MemoryWatch, StepWeight
+from memtrain.trainers.memory_meter.phase_watch import WATCHED_STEPS, MemoryWatch, StepWeight
 
 
 class Counted(nullcontext):
     """Counts nothing, and remembers that it was asked."""
 
-    peak_bytes = left_bytes = 0
+    peak_bytes = live_bytes = 0
     times = 0
 
     def __enter__(self):
@@ -43,6 +43,23 @@ def test_a_peak_comes_with_the_largest_micro_batch_of_its_step():
         ("steady step", 100 + 256, 7),
         ("saving", 100, 0),
     ]
+
+
+def test_what_one_phase_leaves_is_counted_once_and_no_more_when_it_is_gone():
+    """Copies that each step makes anew, while those of the step before are still there, as of adapters."""
+    noted = []
+    watch = MemoryWatch(torch.device("cpu"), 100, lambda *reported: noted.append(reported))
+    for _ in range(WATCHED_STEPS):
+        with watch.phase("steady step", StepWeight(10, lambda: 0)):
+            made = torch.zeros(64)
+            kept = made
+    with watch.phase("saving"):
+        pass
+    del made, kept
+    with watch.phase("evaluation"):
+        pass
+    peaks = {phase: allocated for phase, allocated, *_ in noted}
+    assert peaks == {"steady step": 100 + 2 * 256, "saving": 100 + 256, "evaluation": 100}
 
 
 def test_the_heaviest_step_is_counted_and_not_each_before_it_that_is_heavier_than_those_so_far():

@@ -56,12 +56,18 @@ def step_of(feed: Feed, sequences: Ints, *, step: int, has_more: bool, replicas:
 
 def longest_together(feed: Feed, settings: Settings) -> Ints:
     """The longest sequences that one micro-batch may hold: from the longest down, each that still fits."""
-    order = np.argsort(-feed.tokens, kind="stable").astype(np.int64)
-    if settings.micro_tokens is None:
-        return order[: settings.micro_batch_size]
-    falling = -feed.tokens[order]
-    taken, place, left = order[:1].tolist(), 1, settings.micro_tokens + int(falling[0])
-    while len(taken) < settings.micro_batch_size:
+    return longest_of(feed.tokens, settings.micro_batch_size, settings.micro_tokens)
+
+
+def longest_of(tokens: Ints, most: int, limit: int | None) -> Ints:
+    """Places of at most `most` of some lengths that are at most `limit` together, the longest one whatever it
+    is: from the longest down, each that still fits."""
+    order = np.argsort(-tokens, kind="stable").astype(np.int64)
+    if limit is None:
+        return order[:most]
+    falling = -tokens[order]
+    taken, place, left = order[:1].tolist(), 1, limit + int(falling[0])
+    while len(taken) < most:
         place = max(place, int(np.searchsorted(falling, -left)))
         if place >= len(order):
             break

@@ -146,7 +146,7 @@ def _undone(run: Run) -> Iterator[None]:
     rates = [
         {name: group[name] for name in ("lr", "weight_decay")} for group in run.step.optimizer.param_groups
     ]
-    figures = run.watch.resident_bytes, run.watch.peak_bytes
+    peak = run.watch.peak_bytes
     is_fresh = not run.step.optimizer.state
     for group in run.step.optimizer.param_groups:
         group["weight_decay"] = 0.0
@@ -159,7 +159,7 @@ def _undone(run: Run) -> Iterator[None]:
             run.step.optimizer.state.clear()
         for group, values in zip(run.step.optimizer.param_groups, rates, strict=True):
             group.update(values)
-        run.watch.resident_bytes, run.watch.peak_bytes = figures
+        run.watch.peak_bytes = peak
         restore_random_state(draws)
 
 

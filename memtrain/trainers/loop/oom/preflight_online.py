@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from memtrain.trainers.loop.oom.heaviest_batch import longest_of
 from memtrain.trainers.online.generation.backend import sampling_of
 from memtrain.trainers.online.generation.protocol import Group, Sample
 from memtrain.trainers.online.rollout.advantage_step import AdvantageStep
@@ -73,15 +74,29 @@ def longest_rows(steps: OnlineSteps, count: int) -> list[int]:
     return [int(order[place % len(order)]) for place in range(count)]
 
 
+def fullest_rows(steps: OnlineSteps) -> list[int]:
+    """Prompts whose groups fill a micro-batch of an update: from the longest down, each that still fits."""
+    settings, groups = steps.plan.settings, steps.feed.groups
+    prompts, answers = steps.prompts.tokens, groups.learned * groups.own_tokens
+    tokens = answers + (prompts if groups.is_shared else groups.learned * prompts)
+    in_step = groups.most_rows(settings.batch_size or settings.micro_batch_size)
+    most = max(1, min(settings.micro_batch_size, in_step) // groups.learned)
+    return longest_of(tokens, most, settings.micro_tokens).tolist()
+
+
 def weighed(steps: OnlineSteps) -> Rollout:
     """A rollout of made-up completions, with advantages and the passes that come before the update.
 
-    Of no more prompts than a rollout has: passes over more would take memory that no run takes.
+    Of prompts that fill a micro-batch, and the longest others; of no more than a rollout has: passes over
+    more would take memory that no run takes.
     """
     settings, generate = steps.plan.settings, steps.plan.recipe.generation
     count, length = generate.num_generations, generate.max_tokens
     num_groups = steps.ranks.world * max(1, -(-settings.pass_factor * settings.micro_batch_size // count))
-    rows = longest_rows(steps, min(num_groups, steps.prompts_per_rollout))
+    num_rows = min(num_groups, steps.prompts_per_rollout)
+    fullest = fullest_rows(steps)
+    others = [row for row in longest_rows(steps, num_rows + len(fullest)) if row not in fullest]
+    rows = [*fullest, *others, *fullest * num_rows][:num_rows]
     prompts = [steps.prompts.ids(row) for row in rows]
     samples = [[Sample((prompt[-1],) * length, (0.0,) * length, "stop")] * count for prompt in prompts]
     window = new_window(0, rows, [0] * len(rows), prompts, samples, len(steps.judging.functions))
