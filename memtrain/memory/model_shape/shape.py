@@ -30,11 +30,11 @@ from memtrain.memory.model_shape.layer_parts import (
 from memtrain.memory.model_shape.length_rules import ROTARY, length_rules
 from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
 
-# No slots: sums over all layers are remembered, and a search asks for them thousands of times.
 NO_RUN = "no run of it can start here"
 """Words of a note on a model that this machine's transformers does not know."""
 
 
+# No slots: sums over all layers are remembered, and a search asks for them thousands of times.
 @dataclass(frozen=True)
 class ModelShape:
     """A decoder-only language model, in numbers."""
