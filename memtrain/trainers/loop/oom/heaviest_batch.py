@@ -60,8 +60,8 @@ def longest_together(feed: Feed, settings: Settings) -> Ints:
 
 
 def longest_of(tokens: Ints, most: int, limit: int | None) -> Ints:
-    """Places of at most `most` of some lengths that are at most `limit` together, the longest one whatever it
-    is: from the longest down, each that still fits."""
+    """Places of the longest lengths, `most` in number and `limit` in sum at most: from the longest down, each
+    length that still fits; the longest of all whatever it is."""
     order = np.argsort(-tokens, kind="stable").astype(np.int64)
     if limit is None:
         return order[:most]
