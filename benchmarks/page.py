@@ -137,11 +137,14 @@ def data_preparation(result: Result) -> list[str]:
 
 def cold_rows(result: Result) -> list[str]:
     """A row for each side."""
-    sides = ("first step", "encoding alone")
+    sides = ("first step", "first step of few rows", "encoding alone")
     rows = [[side, f"{result[side]['cpu_s']:.1f} s", f"{result[side]['wall_s']:.1f} s"] for side in sides]
     size = f"{result['rows']:,} rows, {mib(result['bytes_of_jsonl'])} of JSONL."
+    whole, prepared = result["encoding_of_first_step"], result["encoding_of_preparation"]
     least = (
-        f"Encoding alone has {spread(result['of_encoding']['cpu_s'])} of the CPU time of the whole command."
+        f"Encoding alone has {spread(whole['cpu_s'])} of the CPU time of the whole command, and "
+        f"{spread(prepared['cpu_s'])} of that of the preparation (first step less first step of few rows); "
+        f"with reading the lines as JSON {spread(prepared['with_reading_cpu_s'])}."
     )
     return [size, "", *table(("", "CPU time", "wall time"), rows), "", least]
 
