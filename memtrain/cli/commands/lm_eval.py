@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memtrain.cli.output.terminal import print_table, print_text, whole
+from memtrain.cli.output.terminal import hide_progress_bars, print_table, print_text, whole
 from memtrain.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -65,9 +65,12 @@ def print_scores(run: Path, asked: LmEval) -> None:
     Raises: LaunchError where there is no finished model, or the harness is missing or fails.
     """
     from memtrain.memory.hardware.devices import detect
-    from memtrain.trainers.tools.lm_eval import RESULT_FILE, rows_of, run_lm_eval
+    from memtrain.trainers.run_folder.report.benchmarks import COLUMNS, RESULT_FILE, rows_of
+    from memtrain.trainers.tools.lm_eval import run_lm_eval
     from memtrain.trainers.tools.trained_model import text_model
 
-    scores = run_lm_eval(text_model(run), asked, detect("auto").device, print_text)
-    print_table(("benchmark", "metric", "value"), rows_of(scores))
+    model = text_model(run)
+    hide_progress_bars()
+    scores = run_lm_eval(model, asked, detect("auto").device, print_text)
+    print_table(COLUMNS, rows_of(scores))
     print_text(f"All results: {whole(run / RESULT_FILE)}")

@@ -178,10 +178,10 @@ def _print_finished(folder: RunFolder, start_over: str) -> None:
 
 def _benchmarks(plan: Plan, folder: RunFolder) -> None:
     """Run the benchmarks of `eval.lm_eval` that were not run on this model yet."""
-    from memtrain.trainers.tools.lm_eval import RESULT_FILE
+    from memtrain.trainers.run_folder.report.benchmarks import is_of_this_model
 
-    asked, results = plan.recipe.eval.lm_eval, folder.path / RESULT_FILE
-    if asked is None or (results.is_file() and results.stat().st_mtime >= folder.status.stat().st_mtime):
+    asked = plan.recipe.eval.lm_eval
+    if asked is None or is_of_this_model(folder):
         return
     from memtrain.cli.commands.lm_eval import print_scores
 

@@ -316,13 +316,13 @@ def tracker_words(recipe: Recipe) -> str:
 
 
 def benchmark_words(recipe: Recipe) -> str:
-    """The benchmarks that are asked for. Raises: LaunchError where their package is missing."""
-    from memtrain.trainers.tools.lm_eval import check_installed
+    """The benchmarks that are asked for. Raises: LaunchError where one, or the package, is missing."""
+    from memtrain.trainers.tools.lm_eval import check_asked
 
     if recipe.eval.lm_eval is None:
         return ""
-    check_installed()
-    return f"{', '.join(recipe.eval.lm_eval.tasks)}: lm-evaluation-harness is installed"
+    check_asked(recipe.eval.lm_eval)
+    return f"{', '.join(recipe.eval.lm_eval.tasks)}: lm-evaluation-harness has them"
 
 
 def device_words(recipe: Recipe) -> str:

@@ -15,6 +15,10 @@ from memtrain.recipes.sections.model import Model
 from memtrain.trainers.run_folder.folder import RunFolder
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
+MERGED = "merged"
+"""Folder of `memtrain merge` in a run folder."""
+BUILTIN = "builtin:"
+"""Begin of the names of models that memtrain makes."""
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that `--max-lora-rank` takes. Source: vllm/config/lora.py, vLLM 0.20."""
 CONVERTER = "convert_hf_to_gguf.py"
@@ -88,52 +92,87 @@ def text_model(run: Path) -> TrainedModel:
 def whole_model(model: TrainedModel, purpose: str) -> Path:
     """Folder of the full model: the run's own, or the folder of `memtrain merge`.
 
-    Raises: LaunchError when an adapter was not merged yet.
+    Raises: LaunchError when an adapter was not merged yet, or was trained on since.
     """
-    merged = model.run / "merged"
     if not model.is_adapter:
         return model.folder
-    if (merged / CONFIG).is_file():
-        return merged
-    raise LaunchError(
-        f"{model.folder} is an adapter, and {purpose} needs the full model",
-        str(model.run),
-        f"memtrain merge {shlex.quote(str(model.run))}, then the same command again",
-    )
+    merged = model.run / MERGED
+    merge = f"memtrain merge {shlex.quote(str(model.run))}, then the same command again"
+    if not (merged / CONFIG).is_file():
+        raise LaunchError(
+            f"{model.folder} is an adapter, and {purpose} needs the full model", str(model.run), merge
+        )
+    if (merged / CONFIG).stat().st_mtime < (model.folder / ADAPTER).stat().st_mtime:
+        raise LaunchError(
+            f"{merged} is older than the adapter in {model.folder}: it was merged before the run went on",
+            str(merged),
+            f"remove it; {merge}",
+        )
+    return merged
+
+
+def recipe_of(trained: TrainedModel) -> Model | None:
+    """The model's section of the run's recipe; None of a model folder without a run."""
+    path = trained.run / PLAN_FILE
+    return read_plan(path, reveals=False).recipe.model if path.is_file() else None
 
 
 def trusting_recipe(trained: TrainedModel) -> Model | None:
     """The model's section of the run's recipe, where it trusts the code that comes with the model."""
-    path = trained.run / PLAN_FILE
-    if not path.is_file():
-        return None
-    recipe = read_plan(path, reveals=False).recipe.model
-    return recipe if recipe.trust_remote_code else None
+    recipe = recipe_of(trained)
+    return recipe if recipe is not None and recipe.trust_remote_code else None
+
+
+def why_not_beside_base(model: TrainedModel) -> str:
+    """The kind of adapter that no other program puts on its base by their files alone; empty of any other.
+
+    An embedding that is saved whole has the rows of the base's weights, which other programs cut to those of
+    the tokenizer.
+    """
+    recipe = recipe_of(model)
+    if recipe is not None and recipe.rope_scaling is not None:
+        return "of a base with scaled positions (model.rope_scaling)"
+    if not model.base or model.base.startswith(BUILTIN):
+        return "of a base that is neither a folder nor on the hub"
+    return "with whole modules beside the factors" if model.config.get("modules_to_save") else ""
+
+
+def base_revision(model: TrainedModel) -> str | None:
+    """The commit, tag or branch of an adapter's base on the hub; None of a folder, or where none is named."""
+    recipe = recipe_of(model)
+    return None if recipe is None or Path(model.base).is_dir() else recipe.revision
+
+
+def own_tokenizer(model: TrainedModel) -> str | None:
+    """Folder of the tokenizer with the chat template that an adapter was trained with, where it is there."""
+    return str(model.folder) if (model.folder / "tokenizer_config.json").is_file() else None
 
 
 def serve_words(model: TrainedModel, *, port: int = 8000) -> list[str]:
     """The command that serves the model with vLLM, an adapter beside its base.
 
-    The model's own code is run where the recipe of its run trusts it, at the same commit.
+    The model's own code is run where the recipe of its run trusts it, at the same commit. The tokenizer and
+    its chat template are those of the training.
 
     Raises: LaunchError for an adapter that vLLM cannot load beside its base.
     """
     words, ends = ["vllm", "serve"], ["--port", str(port)]
-    recipe = trusting_recipe(model)
-    if recipe is not None:
+    is_trusted = trusting_recipe(model) is not None
+    if is_trusted:
         ends += ["--trust-remote-code"]
     if not model.is_adapter:
         return [*words, str(model.folder), "--served-model-name", model.name, *ends]
     config = model.config
-    why = "weight-decomposed (DoRA)" if config.get("use_dora") else ""
-    why = why or ("with whole modules beside the factors" if config.get("modules_to_save") else "")
+    why = "weight-decomposed (DoRA)" if config.get("use_dora") else why_not_beside_base(model)
     rank = next((one for one in VLLM_RANKS if one >= int(config.get("r", 0))), None)
-    if why or rank is None or not model.base:
+    if why or rank is None:
         kind = why or f"of rank {config.get('r')}"
         whole = whole_model(model, f"vLLM, which takes no adapter {kind},")
         return [*words, str(whole), "--served-model-name", model.name, *ends]
-    if recipe is not None and not Path(model.base).is_dir():
-        ends += ["--revision", str(recipe.revision), "--code-revision", str(recipe.revision)]
+    if (revision := base_revision(model)) is not None:
+        ends += ["--revision", revision, *(("--code-revision", revision) if is_trusted else ())]
+    if (tokenizer := own_tokenizer(model)) is not None:
+        ends += ["--tokenizer", tokenizer]
     return [
         *(*words, model.base, "--enable-lora", "--max-lora-rank", str(rank)),
         *("--lora-modules", f"{model.name}={model.folder}", *ends),

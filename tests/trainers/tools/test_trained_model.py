@@ -1,6 +1,7 @@
 """Commands of other programs for a trained model, by what its folder says."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ import pytest
 from memtrain.__main__ import main
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import read_plan
+from memtrain.recipes.sections.model import Model, RopeScaling
+from memtrain.trainers.tools import trained_model as module
 from memtrain.trainers.tools.trained_model import (
     convert_words,
     modelfile,
@@ -43,6 +46,41 @@ def test_an_adapter_is_served_beside_its_base_with_a_rank_that_vllm_takes(tmp_pa
     words = serve_words(text_model(run))
     assert words[:6] == ["vllm", "serve", "me/base", "--enable-lora", "--max-lora-rank", "32"]
     assert f"my run={run / 'final'}" in words
+
+
+def test_an_adapter_is_served_at_the_revision_of_its_base_with_its_own_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """vLLM took the newest commit of the base, and its chat template in place of the run's."""
+    monkeypatch.setattr(module, "recipe_of", lambda _: Model(path="me/base", revision="v2"))
+    run = run_of(tmp_path, LORA, "adapter_config.json")
+    (run / "final" / "tokenizer_config.json").write_text("{}")
+    line = shlex.join(serve_words(text_model(run)))
+    assert line.endswith(f"--revision v2 --tokenizer '{run / 'final'}'")
+    base = tmp_path / "base"
+    base.mkdir()
+    run = run_of(tmp_path / "other", LORA | {"base_model_name_or_path": str(base)}, "adapter_config.json")
+    assert "--revision" not in serve_words(text_model(run))
+
+
+def test_an_adapter_on_scaled_positions_is_served_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The base's own configuration does not say how they were scaled."""
+    scaling = RopeScaling(rope_type="linear", factor=2)
+    monkeypatch.setattr(module, "recipe_of", lambda _: Model(path="me/base", rope_scaling=scaling))
+    run = run_of(tmp_path, LORA, "adapter_config.json")
+    with pytest.raises(LaunchError, match=r"no adapter of a base with scaled positions"):
+        serve_words(text_model(run))
+
+
+def test_a_model_that_was_merged_before_the_run_went_on_is_not_taken(tmp_path: Path):
+    run = run_of(tmp_path, LORA | {"use_dora": True}, "adapter_config.json")
+    (run / "merged").mkdir()
+    (run / "merged" / "config.json").write_text("{}")
+    assert serve_words(text_model(run))[2] == str(run / "merged")
+    os.utime(run / "merged" / "config.json", (1, 1))
+    with pytest.raises(LaunchError, match="is older than the adapter") as caught:
+        serve_words(text_model(run))
+    assert caught.value.faults[0].fix.startswith("remove it; memtrain merge ")
 
 
 @pytest.mark.parametrize("change", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"r": 1000}])

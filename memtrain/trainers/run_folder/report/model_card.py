@@ -15,6 +15,7 @@ from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.progress import duration
+from memtrain.trainers.run_folder.report.benchmarks import rows_of
 from memtrain.trainers.run_folder.report.data_words import lost_words
 from memtrain.trainers.run_folder.report.report import (
     Report,
@@ -70,6 +71,7 @@ def render_card(report: Report, plan: Plan) -> str:
         is_adapter=plan.settings.adapter is not None,
         rows=[(name, value) for name, value in rows if value],
         data=[(one, lost_words(one)) for one in report.data],
+        benchmarks=rows_of(report.scores),
         sources=[source.source for source in plan.recipe.data.train],
         recipe=report.recipe_text.strip(),
         versions=plan.versions,

@@ -31,6 +31,7 @@ from memtrain.trainers.protocols.events import (
 from memtrain.trainers.run_folder.folder import RunFolder, Status
 from memtrain.trainers.run_folder.metrics import read_metrics
 from memtrain.trainers.run_folder.progress import ROLLOUT_TOKENS, decimal, duration, speed_tokens
+from memtrain.trainers.run_folder.report.benchmarks import Score, read_scores
 from memtrain.trainers.run_folder.report.data_words import lost_words, source_words
 from memtrain.trainers.run_folder.report.evaluation_rows import ending_rows, held_out_rows
 from memtrain.trainers.run_folder.report.expert_rows import expert_words
@@ -75,6 +76,8 @@ class Report:
     host: HostEvent | None = None
     """The last step whose host time was measured."""
     host_memory: HostMemoryEvent | None = None
+    scores: tuple[Score, ...] = ()
+    """Of benchmarks on the final model."""
 
     def __repr__(self) -> str:
         return f"Report({self.name}: {state_of(self)}, {loss_words(figures_of(self))})"
@@ -131,6 +134,7 @@ def load_report(folder: RunFolder) -> Report:
     finals = [event for event in events if isinstance(event, FinalEvent)]
     return Report(
         name=folder.path.resolve().name,
+        scores=read_scores(folder),
         plan=read_plan(folder.plan, reveals=False) if folder.plan.exists() else None,
         recipe_text=_text(folder.recipe),
         status=folder.read_status(),

@@ -17,6 +17,7 @@ from memtrain.trainers.pages.page import render
 from memtrain.trainers.protocols.events import REWARD, DataEvent
 from memtrain.trainers.run_folder.folder import RunFolder, Status
 from memtrain.trainers.run_folder.progress import duration
+from memtrain.trainers.run_folder.report.benchmarks import COLUMNS, rows_of
 from memtrain.trainers.run_folder.report.curves import curve_groups
 from memtrain.trainers.run_folder.report.data_words import lost_words, source_words
 from memtrain.trainers.run_folder.report.evaluation_rows import (
@@ -89,6 +90,8 @@ def render_report(report: Report) -> str:
         expert_words=expert_words(report.experts),
         samples=sample_columns(prompts_of(report), report.samples),
         num_samples=len(report.samples),
+        benchmark_columns=COLUMNS,
+        benchmarks=rows_of(report.scores),
         decisions=[(one.setting, one.value, one.reason, one.source) for one in decisions],
         environment=_environment(report),
         sample=sample_rows(report),

@@ -1,5 +1,6 @@
 """The report says what the run folder says, whole, partial or empty, in one page that needs nothing else."""
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -24,8 +25,10 @@ from memtrain.trainers.protocols.events import (
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.metrics import MetricsWriter
 from memtrain.trainers.run_folder.progress import length_words, pair_words, speed_tokens
+from memtrain.trainers.run_folder.report.benchmarks import RESULT_FILE
 from memtrain.trainers.run_folder.report.curves import curve_groups
 from memtrain.trainers.run_folder.report.data_words import lost_words, source_words
+from memtrain.trainers.run_folder.report.model_card import write_card
 from memtrain.trainers.run_folder.report.phase_memory import PhaseMemory, lighter_words
 from memtrain.trainers.run_folder.report.report import (
     figures_of,
@@ -132,6 +135,22 @@ def test_the_figures_are_those_of_the_metrics(tmp_path: Path, make_plan: MakePla
     assert figures.predicted_bytes == 9.5 * GIB
     assert figures.plain_bytes == 20 * GIB
     assert [data.rows for data in report.data] == [1000]
+
+
+def test_benchmarks_stand_on_the_page_and_in_the_card(tmp_path: Path, make_plan: MakePlan):
+    """They were in a file of the run folder alone, and the card said that nothing was evaluated."""
+    folder = run_folder(tmp_path, make_plan(), EVENTS)
+    folder.final.mkdir()
+    assert "nothing else has been evaluated" in write_card(folder).read_text()
+    given = {"results": {"parity": {"acc,none": 0.75, "acc_stderr,none": 0.05, "sample_len": 40}}}
+    (folder.path / RESULT_FILE).write_text(json.dumps(given))
+    page = write_report(folder).read_text()
+    Page(page)
+    assert "Benchmarks of the final model" in page
+    assert '<td class="num ">0.75 ±0.05</td>' in page
+    card = write_card(folder).read_text()
+    assert "| parity | acc | 0.75 ±0.05 | 40 |" in card
+    assert "nothing else" not in card
 
 
 def test_long_runs_show_means_of_the_first_and_last_steps(tmp_path: Path):
