@@ -107,11 +107,23 @@ def parts_of(store: TokenStore, row: int, tokenizer: PreTrainedTokenizerFast) ->
 def example_of(
     store: TokenStore, row: int, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[tuple[str, bool], ...]:
-    """Text of a row in runs, and whether each is trained; of a long row its first EXAMPLE_TOKENS."""
+    """Text of a row in runs, and whether each is trained; of a long row its first EXAMPLE_TOKENS.
+
+    Of a pair each answer stands below its name.
+    """
     count = min(int(store.lengths[row]), EXAMPLE_TOKENS)
-    runs = runs_of(store.row(row)[:count], store.loss_mask(row)[:count], tokenizer)
-    merged = groupby(runs, key=lambda run: run.is_trained)
-    made = [("".join(run.text for run in group), is_trained) for is_trained, group in merged]
+    ids, mask = store.row(row)[:count], store.loss_mask(row)[:count]
+    parts = [("", count)]
+    if "rejected" in store.meta.parts:
+        parts = list(zip(store.meta.parts, store.part_lengths[row].tolist(), strict=True))
+    made: list[tuple[str, bool]] = []
+    end = 0
+    for name, length in parts:
+        start, end = end, min(end + length, count)
+        if name not in ("", "prompt") and start < end:
+            made.append((f"\n--- {name} ---\n", False))
+        merged = groupby(runs_of(ids[start:end], mask[start:end], tokenizer), key=lambda run: run.is_trained)
+        made += [("".join(run.text for run in group), is_trained) for is_trained, group in merged]
     return (*made, (" ...", False)) if count < store.lengths[row] else tuple(made)
 
 

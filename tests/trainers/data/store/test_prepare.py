@@ -203,6 +203,18 @@ def test_the_first_row_is_kept_as_text_with_its_trained_part(tmp_path):
     assert "Trained: completions only" in data.words()[0]
 
 
+def test_each_answer_of_a_first_pair_stands_below_its_name(tmp_path):
+    row = {"prompt": "1 + 1?", "chosen": " 2", "rejected": " 3"}
+    data = prepare(recipe_of(tmp_path, "dpo", train=jsonl(tmp_path / "d.jsonl", [row])))
+    assert data.train.example == (
+        ("1 + 1?", False),
+        ("\n--- chosen ---\n", False),
+        (" 2<eos>", True),
+        ("\n--- rejected ---\n", False),
+        (" 3<eos>", True),
+    )
+
+
 def test_a_chat_template_that_rows_of_strings_do_not_use_is_named(tmp_path):
     strings = {"prompt": "1 + 1?", "completion": "2"}
     data = prepare(recipe_of(tmp_path, train=jsonl(tmp_path / "d.jsonl", [strings])))
