@@ -9,7 +9,7 @@ import typer
 
 from memtrain.cli.measure.bench import Bench, Row
 from memtrain.cli.output.terminal import print_table, print_text
-from memtrain.memory.plan.units import gib
+from memtrain.memory.plan.units import gib, signed
 from memtrain.trainers.pages.charts import Bar, Figure, bar_chart
 from memtrain.trainers.pages.memory_bars import memory_unit
 from memtrain.trainers.pages.page import render
@@ -70,13 +70,15 @@ def _cells(row: Row, first: Row) -> tuple[str, ...]:
     speed = (
         f"{row.tokens_per_s:,.0f} ({spread})" if len(row.tokens_per_s_all) > 1 else f"{row.tokens_per_s:,.0f}"
     )
-    differs = "" if row.loss_difference is None else f"{row.loss_difference:.1e}"
+    differs = (
+        "" if row.loss_difference is None else f"{row.loss_difference:.1e}" if row.loss_difference else "0"
+    )
     resident = gib(row.rss_bytes or 0)
     return (
         row.name,
         gib(row.peak_bytes),
         gib(row.predicted_bytes),
-        f"{off:+.0%}",
+        signed(off, 0),
         resident,
         speed,
         share,

@@ -15,7 +15,7 @@ from memtrain.memory.explain.tables import as_run, difference, owner_table, verd
 from memtrain.memory.plan.length_profile import LengthReport, by_answer_words
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.plan.units import MIB, gib
+from memtrain.memory.plan.units import MIB, gib, signed
 from memtrain.memory.planner.engine_ranking import form_words
 from memtrain.memory.planner.pinned_recipe import pins, yaml_lines
 from memtrain.memory.planner.search import frontier
@@ -308,8 +308,8 @@ def allocator_words(made: Answer, reserved: int, least: int, live: int) -> str:
     need, most = traced_need(made, reserved), traced_need(made, least)
     words = (
         f"Replayed by the rules of CUDA's caching allocator: {gib(reserved)} reserved "
-        f"({reserved / live - 1:+.1%}; the plan takes {overhead(settings).slack:+.0%}), so {gib(need)} with "
-        "context and margin"
+        f"({signed(reserved / live - 1)}; the plan takes {overhead(settings).slack:+.0%}), so {gib(need)} "
+        "with context and margin"
     )
     if need <= budget:
         return f"{words}: it fits."

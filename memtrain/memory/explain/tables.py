@@ -7,7 +7,7 @@ from memtrain.memory.estimate.static import needed, overhead
 from memtrain.memory.generation.vllm import shares_device
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.plan.units import GIB, MIB, gib
+from memtrain.memory.plan.units import GIB, MIB, gib, signed
 from memtrain.recipes.recipe import Recipe
 
 SHORT = {
@@ -104,7 +104,7 @@ def difference(arithmetic: Prediction, trace: Prediction) -> str:
     """Distance of the arithmetic from the trace at the peak, in words."""
     predicted, found = arithmetic.peak, trace.peak
     share = predicted.num_bytes / found.num_bytes - 1
-    return f"traced {gib(found.num_bytes)} in the {found.phase}; the arithmetic says {share:+.1%}"
+    return f"traced {gib(found.num_bytes)} in the {found.phase}; the arithmetic is off by {signed(share)}"
 
 
 def largest_owners(phase: PhasePeak, count: int = 3) -> str:

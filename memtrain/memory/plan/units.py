@@ -1,4 +1,4 @@
-"""Bytes in words: how sizes are read and shown."""
+"""Bytes and shares in words: how sizes are read and shown."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def gib(num_bytes: float) -> str:
             digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
             return f"{sign}{value:.{digits}f} {name}"
     return f"{sign}{size:.0f} B"
+
+
+def signed(share: float, decimals: int = 1) -> str:
+    """A difference as a signed percentage: `+5.2%`, `-0.3%`; what rounds to zero has no sign: `0.0%`."""
+    text = f"{share:+.{decimals}%}"
+    return text[1:] if not text.strip("+-0.%") else text
 
 
 def read_size(text: str, where: str = "") -> int:

@@ -59,9 +59,10 @@ class DecisionLog:
         """Note a decision; its source is the place in the recipe when `path` was written there."""
         source = self.asked.where(path) if path is not None else "rule"
         is_written = path is not None and self.asked.is_set(path)
+        text = str(value).lower() if isinstance(value, bool) else str(value)
         shown = reason if not is_written else f"asked for; {reason}" if reason else "asked for"
         self.decisions.append(
-            Decision(setting=setting, value=str(value), reason=shown, source=source if is_written else "rule")
+            Decision(setting=setting, value=text, reason=shown, source=source if is_written else "rule")
         )
 
     def decide_again(self, setting: str, value: object, reason: str, path: str | None = None) -> None:
@@ -201,7 +202,7 @@ def refuse_past_positions(ledger: DecisionLog, num_positions: int | None, longes
     padded = -(-longest_tokens // multiple) * multiple
     if num_positions is not None and padded > num_positions:
         ledger.refuse(
-            f"the longest row has {padded:,} tokens, and the model's table {num_positions:,} positions",
+            f"the longest row has {padded:,} tokens, but the model has only {num_positions:,} positions",
             "length.max_length",
             f"set it to at most {num_positions // multiple * multiple:,}",
         )

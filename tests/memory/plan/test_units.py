@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrain.errors import RecipeError
-from memtrain.memory.plan.units import GIB, MIB, gib, read_size, round_up
+from memtrain.memory.plan.units import GIB, MIB, gib, read_size, round_up, signed
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,21 @@ from memtrain.memory.plan.units import GIB, MIB, gib, read_size, round_up
 )
 def test_a_size_is_shown_with_about_three_digits(num_bytes, shown):
     assert gib(num_bytes) == shown
+
+
+@pytest.mark.parametrize(
+    ("share", "decimals", "shown"),
+    [
+        (0.053, 1, "+5.3%"),
+        (-0.003, 1, "-0.3%"),
+        (-0.0001, 1, "0.0%"),
+        (0.0001, 1, "0.0%"),
+        (0.001, 0, "0%"),
+        (1.0, 0, "+100%"),
+    ],
+)
+def test_a_difference_that_rounds_to_zero_has_no_sign(share, decimals, shown):
+    assert signed(share, decimals) == shown
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from memtrain.errors import printable
 from memtrain.memory.plan.plan import Plan, read_plan
-from memtrain.memory.plan.units import gib
+from memtrain.memory.plan.units import gib, signed
 from memtrain.trainers.protocols.events import (
     REWARD,
     DataEvent,
@@ -343,7 +343,7 @@ def _memory_table(report: Report) -> Table:
             one.phase,
             gib(one.predicted.num_bytes) if one.predicted else "-",
             gib(one.measured.allocated) if one.measured else "-",
-            f"{one.difference:+.1%}" if one.difference is not None else "",
+            signed(one.difference) if one.difference is not None else "",
         )
     return table
 

@@ -37,4 +37,5 @@ def counted_words(tokens: int, loss_tokens: int, lengths: Sequence[float]) -> st
     of = " of prompts and completions" if lengths else ""
     if lengths and not loss_tokens:
         return f"{tokens:,} tokens{of}; no loss tokens: every completion was left out of the update"
-    return f"{tokens:,} tokens{of}, {loss_tokens:,} loss tokens"
+    again = ", counted in each update of a rollout" if lengths and loss_tokens > tokens else ""
+    return f"{tokens:,} tokens{of}, {loss_tokens:,} loss tokens{again}"

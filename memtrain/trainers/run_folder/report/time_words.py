@@ -11,6 +11,9 @@ from memtrain.trainers.protocols.events import HostEvent, HostMemoryEvent, SaveE
 MOST_OWNERS = 2
 """Owners of the host's memory that are named. Taste."""
 
+LEAST_NAMED = 0.01
+"""Share of the host's memory from which on an owner is named. Taste."""
+
 NOTED = 1.05
 """Measured over predicted from which on a CPU's summary says what is not predicted. Taste."""
 
@@ -19,7 +22,7 @@ def host_words(host: HostEvent | None, *, is_on_gpu: bool) -> str:
     """The host's share of the step that was looked at; empty where none was."""
     if host is None:
         return ""
-    share = f"{host.waited:.1%}".replace("%", " %")
+    share = f"{host.waited:.1%}"
     if is_on_gpu:
         return f"GPU waited for the host: {share} of {looked_at(host)}"
     return f"{share} of {looked_at(host)} is Python, not torch's operators"
@@ -29,7 +32,7 @@ def looked_at(host: HostEvent) -> str:
     """The part of a run that the share is of."""
     if host.micro_batches == 1:
         return f"step {host.step:,}"
-    return f"the last of {host.micro_batches:,} micro-batches of step {host.step:,}"
+    return f"step {host.step:,} (the last of its {host.micro_batches:,} micro-batches)"
 
 
 def host_memory_words(found: HostMemoryEvent | None, plan: Plan | None) -> str:
@@ -42,8 +45,9 @@ def host_memory_words(found: HostMemoryEvent | None, plan: Plan | None) -> str:
         words += f" in {found.processes} processes"
     if plan is None or not plan.host:
         return words
-    largest = ", ".join(f"{one.owner} {gib(one.num_bytes)}" for one in plan.host[:MOST_OWNERS])
     predicted = sum(one.num_bytes for one in plan.host)
+    named = [one for one in plan.host[:MOST_OWNERS] if one.num_bytes >= LEAST_NAMED * predicted]
+    largest = ", ".join(f"{one.owner} {gib(one.num_bytes)}" for one in named)
     words += f", {gib(predicted)} predicted: {largest}"
     if plan.settings.device == "cpu" and found.resident > NOTED * predicted:
         words += "; what the C library keeps of freed blocks is not predicted"

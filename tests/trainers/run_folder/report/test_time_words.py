@@ -19,15 +19,15 @@ def on(plan: Plan, device: str) -> Plan:
 @pytest.mark.parametrize(
     ("is_on_gpu", "words"),
     [
-        (True, "GPU waited for the host: 12.3 % of step 1,204"),
-        (False, "12.3 % of step 1,204 is Python, not torch's operators"),
+        (True, "GPU waited for the host: 12.3% of step 1,204"),
+        (False, "12.3% of step 1,204 is Python, not torch's operators"),
     ],
 )
 def test_the_hosts_share_of_a_step_is_told(is_on_gpu: bool, words: str):
     event = HostEvent(step=1204, waited=0.1234, seconds=0.5)
     assert host_words(event, is_on_gpu=is_on_gpu) == words
     several = replace(event, micro_batches=64)
-    last = "the last of 64 micro-batches of step 1,204"
+    last = "step 1,204 (the last of its 64 micro-batches)"
     assert host_words(several, is_on_gpu=is_on_gpu) == words.replace("step 1,204", last)
     assert host_words(None, is_on_gpu=is_on_gpu) == ""
 
@@ -43,6 +43,9 @@ def test_the_hosts_memory_stands_beside_its_prediction_and_largest_owners(make_p
     assert host_memory_words(found, plan) == (
         "12.00 GiB measured in 2 processes, 11.00 GiB predicted: weights 8.00 GiB, gradients 2.00 GiB"
     )
+    tiny = Owned(owner="dataset index", num_bytes=GIB // 100)
+    alone = plan.model_copy(update={"host": (owners[0], tiny)})
+    assert host_memory_words(found, alone).endswith("8.01 GiB predicted: weights 8.00 GiB")
     assert host_memory_words(found, None) == "12.00 GiB measured in 2 processes"
     assert host_memory_words(None, plan) == ""
 
