@@ -12,16 +12,20 @@ Point = tuple[float, float]
 Bin = tuple[int, int, int]
 """First and last value of a bar of a histogram, and how many there are."""
 
-COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
-"""CSS classes of the page's colours; more lines or parts share the last one."""
+COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c9", "c10", "c11", "c8")
+"""CSS classes of the page's colours; more lines or parts share the last one, which is grey."""
 
 WIDTH = 720
 SMALL_WIDTH = 420
 LEFT, RIGHT, TOP, BOTTOM = 62, 20, 12, 34
 UNIT_ROOM = 14
 """Height above a chart for the unit of its upright axis."""
+FOOT = 21
+"""Height below a chart's floor to the line of its steps: the lowest number is clear of it on a phone too."""
 LETTER = 6.9
 """Width of a letter of the page's font at 12 px, at most: room is left for every text that is drawn."""
+ROUNDING = 1e-5
+"""Share of a value by which others may differ from it and still be drawn as the same. Taste."""
 MOST_LETTERS = 40
 """Letters of a bar's label; the whole of a longer one is shown under the pointer."""
 MOST_POINTS = 800
@@ -36,6 +40,8 @@ class Figure:
     svg: str
     legend: tuple[tuple[str, str], ...] = ()
     """Name and CSS class of each line or part."""
+    narrow_svg: str = ""
+    """The same for a phone; empty where one drawing serves all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Line:
     name: str
     points: Sequence[Point]
     colour: str
-    """CSS class: c1 to c8, or faint."""
+    """CSS class: c1 to c11, or faint."""
     has_dots: bool = False
 
 
@@ -91,11 +97,11 @@ def line_chart(
     words = tick_words(ticks)
     drawn = [grid_line(place((low_x, y)), right, word) for y, word in zip(ticks, words, strict=True)]
     drawn += axis_unit(unit)
-    drawn.append(f'<text x="{LEFT - 8}" y="{bottom + 18}" text-anchor="end">step</text>')
+    drawn.append(f'<text x="{LEFT - 8}" y="{bottom + FOOT}" text-anchor="end">step</text>')
     for tick in nice_ticks(low_x, high_x):
         if low_x <= tick <= high_x and tick == int(tick):
             x = place((tick, low)).split(",")[0]
-            drawn.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{short(tick)}</text>')
+            drawn.append(f'<text x="{x}" y="{bottom + FOOT}" text-anchor="middle">{short(tick)}</text>')
     for one in shown:
         drawn += [
             f'<polyline class="line {one.colour}" points="{" ".join(map(place, run))}"/>'
@@ -193,7 +199,7 @@ def histogram(
         if tick == int(tick)
     ]
     drawn += axis_unit("rows")
-    drawn.append(f'<text x="{LEFT - 8}" y="{bottom + 18}" text-anchor="end">{escape(unit)}</text>')
+    drawn.append(f'<text x="{LEFT - 8}" y="{bottom + FOOT}" text-anchor="end">{escape(unit)}</text>')
     every = -(-len(bins) // 10)
     for index, (lowest, bound, count) in enumerate(bins):
         x, tall = LEFT + index * step, count / ticks[-1] * (bottom - top)
@@ -202,7 +208,7 @@ def histogram(
         bounds = f'data-first="{lowest}" data-last="{bound}"'
         drawn.append(f'<rect class="fill c1" {shape} height="{tall:.1f}" {bounds}>{title}</rect>')
         if index % every == every - 1 or len(bins) <= 10:
-            middle = f'x="{x + step / 2:.1f}" y="{bottom + 18}" text-anchor="middle"'
+            middle = f'x="{x + step / 2:.1f}" y="{bottom + FOOT}" text-anchor="middle"'
             drawn.append(f"<text {middle}>{short(bound)}</text>")
     for name, value in marks:
         drawn += _mark(name, LEFT + step * sum(bound < value for _, bound, _ in bins) + step / 2, bottom, top)
@@ -215,8 +221,12 @@ def histogram(
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Four to seven round values whose first is not above `low` and whose last is not below `high`."""
-    span = max(high - low, 1e-9 * max(abs(low), abs(high)))
+    """Two to seven round values whose first is not above `low` and whose last is not below `high`.
+
+    Values that differ by rounding only are one value: their axis says `1` and `1.02`, and no ten digits.
+    """
+    most = max(abs(low), abs(high))
+    span = high - low if high - low > ROUNDING * most else 0.08 * most
     span = span if span > 1e-100 else 1.0
     magnitude = 10.0 ** math.floor(math.log10(span / 5))
     step = next(one * magnitude for one in (1, 2, 5, 10) if span / (one * magnitude) <= 5)
@@ -290,7 +300,7 @@ def unbroken(points: Sequence[Point]) -> list[list[Point]]:
 
 def axis_unit(unit: str) -> list[str]:
     """The unit of the upright axis, above its numbers."""
-    return [f'<text x="2" y="10">{escape(unit)}</text>'] if unit else []
+    return [f'<text x="2" y="11">{escape(unit)}</text>'] if unit else []
 
 
 def limit_text(text: str, x: float, y: float, width: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from memtrain.memory.plan.units import gib
+from memtrain.memory.plan.units import gib, signed
 from memtrain.trainers.pages.charts import LETTER
 
 LEGEND_ROOM = 24
@@ -45,7 +45,8 @@ def standalone(drawn: str, legend: Sequence[tuple[str, str]] = ()) -> str:
 def render(template: Path, **values: Any) -> str:
     """The page of `template` (it extends `base.html.j2`), as text; whatever is written in it is escaped.
 
-    An SVG of `charts.py` goes through the filter `svg`; bytes through `gib`, counts through `num`.
+    An SVG of `charts.py` goes through the filter `svg`; bytes through `gib`, counts through `num`,
+    differences through `signed`.
     """
     return _environment(template.parent, COMMON).get_template(template.name).render(**values)
 
@@ -60,7 +61,7 @@ def _environment(*folders: Path) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"gib": gib, "svg": Markup, "num": lambda value: f"{value:,}"}
+    environment.filters |= {"gib": gib, "svg": Markup, "num": lambda value: f"{value:,}", "signed": signed}
     return environment
 
 

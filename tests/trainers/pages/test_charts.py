@@ -51,7 +51,19 @@ def test_ticks_are_short(value: float, said: str):
 def test_no_two_ticks_of_an_axis_read_alike():
     assert tick_words([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
     assert tick_words([6.90412, 6.90414, 6.90416]) == ["6.90412", "6.90414", "6.90416"]
-    assert len(set(tick_words(nice_ticks(6.9041201, 6.9041208)))) == len(nice_ticks(6.9041201, 6.9041208))
+    assert len(set(tick_words(nice_ticks(6.90412, 6.90492)))) == len(nice_ticks(6.90412, 6.90492))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (1.0, 1.0, ["1", "1.02"]),
+        (0.9999994, 1.0000006, ["0.98", "1", "1.02"]),
+        (0.05, 0.05, ["0.05", "0.051"]),
+    ],
+)
+def test_values_that_differ_by_rounding_have_short_ticks(low: float, high: float, said: list[str]):
+    assert tick_words(nice_ticks(low, high)) == said
 
 
 def test_thinning_keeps_every_spike_and_gap():

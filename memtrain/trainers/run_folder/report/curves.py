@@ -103,6 +103,35 @@ KNOWN: tuple[tuple[str, tuple[Chart, ...]], ...] = (
 )
 """Groups of the metrics that the methods write; other metrics are folded under the last heading."""
 
+FOLDED: tuple[Chart, ...] = (
+    Chart("Accuracy of tokens", "share of loss tokens", ("accuracy",)),
+    Chart("Cross-entropy", "nats a loss token", ("nll",)),
+    Chart("Agreement with the teacher", "share of loss tokens", ("agreement",)),
+    Chart("Tokens of a rollout", "tokens", (ROLLOUT_TOKENS,)),
+    Chart("Completions trained on", "share of completions", ("completions_trained",)),
+    Chart("Ratio of the policy to the sampler", "mean ratio", ("ratio",)),
+    Chart(
+        "Ratio of trainer to sampler",
+        "ratio of probabilities",
+        ("mismatch/ratio_p1", "mismatch/ratio_p50", "mismatch/ratio_p99"),
+        ("1%", "median", "99%"),
+    ),
+    Chart("Pairs of a step", "pairs", ("pairs",)),
+    Chart("Accuracy of pairs", "share of pairs", ("pairs/accuracy",)),
+    Chart("Margin of pairs", "implicit reward", ("pairs/margin",)),
+    Chart(
+        "Implicit rewards of pairs",
+        "implicit reward",
+        ("pairs/chosen", "pairs/rejected"),
+        ("chosen", "rejected"),
+    ),
+    Chart("Weight of the KL term", "beta", ("beta",)),
+    Chart("Losses of policy and value", "loss", ("loss/policy", "loss/value"), ("policy", "value")),
+    Chart("Mean value", "reward", ("value/mean",)),
+    Chart("Variance that the values explain", "share of the returns' variance", ("value/explained",)),
+)
+"""Metrics that are looked at when something is wrong; one that is in no list has its own name and no unit."""
+
 
 def curve_groups(report: Report) -> tuple[list[Figure], list[CurveGroup], list[Figure]]:
     """(large charts, groups of small ones, charts that are folded), as far as there are values."""
@@ -110,18 +139,25 @@ def curve_groups(report: Report) -> tuple[list[Figure], list[CurveGroup], list[F
     groups: list[CurveGroup] = []
     for title, charts in KNOWN:
         # Accuracies of pairs lie under `rewards/`, too: a group takes its names from those after it.
-        figures, taken = [], set[str]()
-        for chart in charts:
-            shown = [name for metric in chart.metrics for name in sorted(_matching(metric, names))]
-            taken |= set(shown)
-            if drawn := _small(report, chart, shown):
-                figures.append(drawn)
+        figures, taken = _drawn(report, charts, names)
         names -= taken
         if figures:
             groups.append(CurveGroup(title, tuple(figures)))
     groups.append(CurveGroup("Optimization and speed", tuple(_of_every_method(report))))
-    rest = [_small(report, Chart(name, "", (name,)), [name]) for name in sorted(names)]
-    return _large(report), [group for group in groups if group.figures], [one for one in rest if one]
+    folded, taken = _drawn(report, FOLDED, names)
+    others, _ = _drawn(report, [Chart(name, "", (name,)) for name in sorted(names - taken)], names)
+    return _large(report), [group for group in groups if group.figures], folded + others
+
+
+def _drawn(report: Report, charts: Sequence[Chart], names: set[str]) -> tuple[list[Figure], set[str]]:
+    """(charts of the metrics that there are, the names that they show)."""
+    figures, taken = [], set[str]()
+    for chart in charts:
+        shown = [name for metric in chart.metrics for name in sorted(_matching(metric, names))]
+        taken |= set(shown)
+        if drawn := _small(report, chart, shown):
+            figures.append(drawn)
+    return figures, taken
 
 
 def legend_of(lines: Sequence[Line]) -> tuple[tuple[str, str], ...]:
@@ -156,12 +192,16 @@ def _large(report: Report) -> list[Figure]:
     loss_unit = "loss" if is_judged else "nats a loss token"
     if any("rewards/margins" in step.extra for step in report.steps):
         loss_unit = "loss"
-    found = [
-        Figure("Reward", line_chart(rewards, "Reward over steps", unit="mean reward"), legend_of(rewards)),
-        Figure("Loss", line_chart(loss_lines, "Loss over steps", unit=loss_unit), legend_of(loss_lines)),
-    ]
+    found = [_over_steps("Reward", rewards, "mean reward"), _over_steps("Loss", loss_lines, loss_unit)]
     # What an online method learns by is its reward; its loss says little, and stands among the small ones.
     return [figure for figure in found[: 1 if is_judged else 2] if figure.svg]
+
+
+def _over_steps(title: str, lines: Sequence[Line], unit: str) -> Figure:
+    """A chart over the whole width, and a smaller one for a phone."""
+    label = f"{title} over steps"
+    narrow = line_chart(lines, label, unit=unit, width=SMALL_WIDTH, height=230)
+    return Figure(title, line_chart(lines, label, unit=unit), legend_of(lines), narrow)
 
 
 def _small(report: Report, chart: Chart, shown: Sequence[str]) -> Figure | None:
@@ -187,8 +227,8 @@ def _of_every_method(report: Report) -> list[Figure]:
     peaks = _line(report, lambda step: step.peak_bytes / size if step.peak_bytes else None)
     is_judged = any(REWARD in step.extra for step in report.steps)
     made = [
-        *([("Loss", "", _line(report, lambda step: step.loss))] if is_judged else []),
-        ("Learning rate", "", _line(report, lambda step: step.lr)),
+        *([("Loss", "loss", _line(report, lambda step: step.loss))] if is_judged else []),
+        ("Learning rate", "learning rate", _line(report, lambda step: step.lr)),
         ("Gradient norm, before clipping", "L2 norm", _line(report, lambda step: step.grad_norm)),
         ("Speed", "tokens/s", speed),
         ("Peak memory", unit, peaks),

@@ -12,6 +12,10 @@ LIGHTER = 0.02
 """Share of the prediction by which a measured peak is below it before the batch is named. Taste."""
 
 
+EXTRA_SIZES = (("reserved by the allocator", "reserved"), ("resident", "rss"))
+"""Title and field of measurements beside the peak of live tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class PhaseMemory:
     """Predicted and measured peak of a phase; either may be missing."""
@@ -43,3 +47,9 @@ def lighter_words(phases: Sequence[PhaseMemory], plan: Plan | None) -> list[str]
     if not found:
         return []
     return [f"predicted for micro-batches of up to {limit:,} tokens; the largest had {', '.join(found)}"]
+
+
+def extra_sizes(phases: Sequence[PhaseMemory]) -> list[tuple[str, str]]:
+    """Title and field of what was measured beside the peaks: a CPU's allocator reserves nothing."""
+    measured = [one.measured for one in phases if one.measured is not None]
+    return [(title, field) for title, field in EXTRA_SIZES if any(getattr(one, field) for one in measured)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from memtrain.memory.plan.units import gib
+from memtrain.memory.plan.units import gib, signed
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.pages.charts import (
     Figure,
@@ -26,7 +26,7 @@ from memtrain.trainers.run_folder.report.evaluation_rows import (
     sample_columns,
 )
 from memtrain.trainers.run_folder.report.expert_rows import expert_words, layers_of
-from memtrain.trainers.run_folder.report.phase_memory import lighter_words
+from memtrain.trainers.run_folder.report.phase_memory import extra_sizes, lighter_words
 from memtrain.trainers.run_folder.report.report import (
     Figures,
     Report,
@@ -84,6 +84,7 @@ def render_report(report: Report) -> str:
         folded=folded,
         memory=memory_of(report),
         phases=phases_of(report),
+        extra_sizes=extra_sizes(phases_of(report)),
         lighter=lighter_words(phases_of(report), report.plan),
         splits=[(data, _lengths(report, data), lost_words(data), source_words(data)) for data in report.data],
         experts=layers_of(report.experts),
@@ -124,8 +125,8 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
         tiles.append(("tokens/s", f"{figures.tokens_per_s:,.0f}", counted))
     if report.host is not None:
         on_gpu = report.plan is not None and report.plan.settings.device == "cuda"
-        why = "the GPU waited for the host" if on_gpu else "Python, not torch's operators"
-        tiles.append(("host time", f"{report.host.waited:.1%}", f"of {looked_at(report.host)}: {why}"))
+        name, why = ("GPU idle", "waited for the host") if on_gpu else ("Python", "outside torch's operators")
+        tiles.append((name, f"{report.host.waited:.1%}", f"of {looked_at(report.host)}, {why}"))
     predicted = f"{gib(figures.predicted_bytes)} predicted" if figures.predicted_bytes is not None else ""
     measured = gib(figures.measured_bytes) if figures.measured_bytes is not None else "not measured"
     tiles.append(("peak memory", measured, predicted))
@@ -156,7 +157,7 @@ def memory_of(report: Report) -> Figure:
         if one.measured:
             size = one.measured.allocated
             owners = list(one.measured.owners.items()) or [(MEASURED, size)]
-            off = f" ({one.difference:+.1%})" if one.difference is not None else ""
+            off = f" ({signed(one.difference)})" if one.difference is not None else ""
             rows.append(OwnerBar(f"{one.phase}, measured", owners, gib(size) + off))
     if report.plan:
         rows.append(predicted_bar("without any strategy", report.plan.plain.peak, " predicted"))

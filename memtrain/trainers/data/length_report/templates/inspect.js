@@ -101,6 +101,7 @@ function picks(node, length) {
   node.addEventListener("pointerenter", () => { shown = length; draw(); });
   node.addEventListener("pointerleave", () => { shown = pinned; draw(); });
   node.addEventListener("focus", () => { shown = length; draw(); });
+  node.addEventListener("blur", () => { shown = pinned; draw(); });
   node.addEventListener("click", () => { pinned = shown = length; draw(); });
 }
 
