@@ -231,7 +231,7 @@ def test_rows_longer_than_a_table_of_positions_are_refused(runs):
     runs.recipe.write_text(text[:begin] + f"  config: {json.dumps(inner)}\n" + text[end:])
     ended = runs.run("run")
     assert ended.code == 2
-    assert "the model's table 64 positions" in ended.err
+    assert "the model has only 64 positions" in ended.err
     assert "set it to at most 64" in ended.err
 
 

@@ -57,7 +57,7 @@ def test_ranks_with_another_package_are_named(runs, never_built, monkeypatch, pa
     monkeypatch.setattr(worker, "check_same_plan_on_ranks", check_same_plan_on_ranks)
     ranks = runs.fork_ranks("run", 2)
     assert [rank.wait() for rank in ranks] == [LaunchError.exit_code] * 2
-    assert f"rank 1 has another {package} than rank 0" in ranks[0].said
+    assert f"rank 1 does not have the same {package} as rank 0" in ranks[0].said
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -150,4 +150,4 @@ def test_ranks_with_another_plan_are_named(runs, monkeypatch):
     monkeypatch.setattr(worker, "read_plan", read)
     ranks = runs.fork_ranks("run", 2)
     assert [rank.wait() for rank in ranks] == [LaunchError.exit_code] * 2
-    assert "rank 1 has another plan than rank 0" in ranks[0].said
+    assert "rank 1 does not have the same plan as rank 0" in ranks[0].said

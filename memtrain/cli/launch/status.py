@@ -84,7 +84,7 @@ def may_write(path: Path) -> bool:
 def _state(folder: RunFolder) -> str:
     status = folder.read_status()
     if status is None:
-        return "not begun"
+        return "not started"
     if status.state is RunState.RUNNING and not may_write(folder.path):
         return "killed: its process is gone; run it again to resume from the last checkpoint"
     return str(status.state) + (f": {status.message}" if status.message else "")

@@ -292,9 +292,8 @@ def _no_room(ledger: DecisionLog, need: EngineNeed, room: int, beside: int) -> D
     return DoesNotFit(
         [
             Fault(
-                f"vLLM needs {gib(wanted)} while it generates (weights {gib(need.weights)}), and training "
-                "keeps "
-                f"{gib(beside)} of the device meanwhile: {gib(max(0, room))} are left",
+                f"vLLM needs {gib(wanted)} while it generates ({gib(need.weights)} of it weights), but "
+                f"training keeps {gib(beside)} of the device meanwhile, which leaves {gib(max(0, room))}",
                 ledger.asked.place("generate.backend"),
                 "set generate.backend: native, which needs no second copy of the weights; or "
                 "memory.optimizer_offload: on, or give vLLM devices of its own (generate.vllm.devices)",

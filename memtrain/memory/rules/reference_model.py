@@ -123,7 +123,7 @@ def whole_batch(ledger: DecisionLog, batch: tuple[int | None, int | None], num_p
     words = "loss aot sorts the pairs of a whole step, which must be one micro-batch on one process"
     if rows is None:
         ledger.refuse(
-            f"{words}; a step in tokens is cut into several",
+            f"{words}; a step in tokens may be split into several",
             "train.batch_tokens",
             "set train.batch_size instead",
         )

@@ -68,7 +68,7 @@ def refuse_unread(config: Mapping[str, Any], words: Sequence[str], name: str) ->
     for title, sign in UNREAD.items():
         if any(re.search(sign, text) for text in said):
             raise RecipeError(
-                f"{name} is of {title}, which memtrain does not read",
+                f"{name} is a configuration of {title}, which memtrain cannot read",
                 name,
                 "write the same run with TRL's keys (model_name_or_path, max_length, "
                 "per_device_train_batch_size, ...) and add --tool trl, or write a recipe (memtrain init)",
@@ -97,7 +97,7 @@ def guess_tool(config: Mapping[str, Any], words: Sequence[str], name: str) -> st
     best = max(scores, key=lambda tool: scores[tool])
     if not scores[best]:
         raise RecipeError(
-            f"{name} has no key of a known tool",
+            f"no key of {name} shows which trainer it is for",
             name,
             "give --tool trl, axolotl, llamafactory, unsloth or verl",
         )

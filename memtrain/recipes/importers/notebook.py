@@ -24,7 +24,9 @@ def notebook_code(text: str, name: str) -> str:
         cells = cast(list[dict[str, Any]], read["cells"])
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError):
-        raise RecipeError(f"{name} is no notebook", name, "name a notebook, or save it as a script") from None
+        raise RecipeError(
+            f"{name} is not a Jupyter notebook", name, "name a notebook, or save it as a script"
+        ) from None
     return "\n".join(_cell(source) for source in sources)
 
 

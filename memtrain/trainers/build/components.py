@@ -187,8 +187,8 @@ def _verify_sums(settings: Settings) -> None:
         return
     with_half = " with bfloat16" if settings.dtype == "bfloat16" else ""
     raise LaunchError(
-        f"the matrix kernels of this torch and GPU do not add {settings.dtype} products in float32, which "
-        "the loss is planned with",
+        f"this torch does not accumulate {settings.dtype} matrix products in float32 on this GPU, and the "
+        "planned loss needs that",
         "model.dtype",
         f"install torch 2.10 or newer for a GPU{with_half}, or set model.dtype: float32",
     )

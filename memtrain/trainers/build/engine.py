@@ -113,7 +113,7 @@ def check_same_plan_on_ranks(plan: Plan, ranks: Ranks) -> None:
         others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
         if others:
             raise LaunchError(
-                f"rank {', '.join(others)} has another {what} than rank 0",
+                f"rank {', '.join(others)} does not have the same {what} as rank 0",
                 where=plan.run_dir,
                 fix="let every node see the same run folder and the same environment",
             )

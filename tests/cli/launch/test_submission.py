@@ -62,7 +62,7 @@ def test_an_array_is_planned_for_its_gpus_and_written_whole(memtrain, tmp_path: 
         assert not (above / f"seed={seed}" / ".lock").exists()
     code, out, _ = memtrain("status", "runs/my")
     assert code == 0
-    assert out.count("not begun") == 2
+    assert out.count("not started") == 2
     code, _, err = memtrain("logs", "runs/my")
     assert (code, "holds 2 runs" in err) == (5, True)
 

@@ -129,7 +129,7 @@ def test_what_a_launcher_says_is_no_key_of_the_trainer(line: str, processes: int
     ],
 )
 def test_a_trainer_that_is_not_read_is_called_by_its_name(line: str, title: str):
-    with pytest.raises(RecipeError, match=f"is of {title}, which memtrain does not read"):
+    with pytest.raises(RecipeError, match=f"is a configuration of {title}, which memtrain cannot read"):
         read_foreign(line)
 
 

@@ -213,7 +213,7 @@ def test_merging_a_run_gives_a_model_that_transformers_reads(tmp_path: Path):
     expected = adapted(input_ids=IDS).logits.float()
     assert (read(input_ids=IDS).logits - expected).norm() / expected.norm() < 0.02
     assert json.loads((merged.folder / "config.json").read_text())["model_type"] == "qwen3"
-    with pytest.raises(LaunchError, match="is there already"):
+    with pytest.raises(LaunchError, match="exists already"):
         merge_run(tmp_path / "run")
 
 

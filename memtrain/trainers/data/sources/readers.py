@@ -87,7 +87,9 @@ def as_row(value: Any) -> Row | BadRow:
     """The value itself when it is an object."""
     if isinstance(value, dict):
         return value
-    return BadRow(f"a row is an object, and this is {kind_of(value)} ({shown(value)})", 'write {"text": ...}')
+    return BadRow(
+        f"a row must be a JSON object, but this is {kind_of(value)} ({shown(value)})", 'write {"text": ...}'
+    )
 
 
 def json_values(path: Path, file: IO[bytes]) -> Iterator[Line]:

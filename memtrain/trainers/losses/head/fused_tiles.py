@@ -116,7 +116,7 @@ def check_kernels(device: torch.device) -> None:
 
 def _cannot(reason: str) -> LaunchError:
     return LaunchError(
-        f"the loss's kernels do not run by triton here: {reason[:300]}",
+        f"the Triton kernels of the loss do not work here: {reason[:300]}",
         "model.kernels",
-        "set model.kernels: transformers, which also takes the loss's tiles by torch's operators",
+        "set model.kernels: transformers, which computes the loss with torch's operators too",
     )

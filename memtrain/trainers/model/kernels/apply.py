@@ -78,8 +78,8 @@ def apply_kernels(model: PreTrainedModel, settings: Settings) -> None:
 def _replace(module: Any, forward: Callable[..., Any], is_known: bool) -> None:
     if not is_known:
         raise LaunchError(
-            f"{type(module).__name__} of transformers {transformers.__version__} has other code than the "
-            "fused kernels stand for",
+            f"the code of {type(module).__name__} in transformers {transformers.__version__} differs from "
+            "the code that the fused kernels replace",
             "model.kernels",
             "set model.kernels: transformers",
         )

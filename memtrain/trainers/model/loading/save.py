@@ -117,7 +117,7 @@ def refuse_to_overwrite(folder: Path) -> None:
     """Nothing when `folder` is free. Raises: LaunchError when something is in it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise LaunchError(
-            f"{folder} is there already", str(folder), "remove it, or give another folder with -o"
+            f"{folder} exists already", str(folder), "remove it, or give another folder with -o"
         )
 
 

@@ -102,7 +102,7 @@ class OwnSampler:
             captured = build_sampler(self.plan, self.built, max_rows=few, graphs=self.graphs)
             fault = start.fault(captured, groups)
             if fault:
-                self.graphs.give_up(f"captured, the sampler {fault}")
+                self.graphs.give_up(f"with CUDA graphs the sampler {fault}")
         self.form = start.passing(
             lambda form: build_sampler(self.plan, self.built, max_rows=few, form=form), first, groups
         )

@@ -239,8 +239,8 @@ class DecodeGraphs:
         """Record nothing from now on, and tell it."""
         self.is_on = False
         self.emit(
-            "the passes of this model that write a token cannot be captured as CUDA graphs: the same "
-            f"completions without them, slower ({reason})"
+            "the passes of this model that write a token cannot be captured as CUDA graphs: without them the "
+            f"completions are the same, and take longer ({reason})"
         )
 
     def release(self) -> None:

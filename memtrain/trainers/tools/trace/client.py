@@ -174,7 +174,7 @@ def traced(job: TraceJob, *, timeout_s: float = 600.0, cache: Path | None = None
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"the trace was not done after {timeout_s:g} s",
+            f"the trace did not finish within {timeout_s:g} s",
             "--trace",
             "leave it out: the computed prediction still holds",
         ) from None

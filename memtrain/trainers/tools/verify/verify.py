@@ -243,8 +243,8 @@ def _ran(pair: Pair, compared: Compared) -> Check:
 
 def _resume(plan: Plan, rollouts: Rollouts) -> Check:
     resumed = probe_resume(plan, rollouts)
-    fine = f"step 2 after a checkpoint of step 1 is the same to the bit ({resumed.num_compared:,} numbers)"
-    text = f"step 2 after a checkpoint of step 1 is another: {resumed.where}"
+    fine = f"step 2 of a run resumed at step 1 is the same to the bit ({resumed.num_compared:,} numbers)"
+    text = f"step 2 of a run resumed at step 1 differs: {resumed.where}"
     return _check(
         "resume",
         resumed.is_same,

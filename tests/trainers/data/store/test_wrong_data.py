@@ -78,7 +78,7 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
     "a row that is no object": (
         "d.jsonl",
         GOOD + b'["a", "b"]\n',
-        "a row is an object, and this is a list (['a', 'b'])",
+        "a row must be a JSON object, but this is a list (['a', 'b'])",
         "{file}:2",
         'write {"text": ...}',
     ),

@@ -58,5 +58,5 @@ def test_nothing_is_taken_unless_it_is_asked_for(make_settings):
 
 @pytest.mark.parametrize("name", ["gemma", "olmo2", "phi3"])
 def test_other_code_is_reported(name, make_settings):
-    with pytest.raises(LaunchError, match="has other code than the fused kernels stand for"):
+    with pytest.raises(LaunchError, match="differs from the code that the fused kernels replace"):
         apply_kernels(model_of(name, "meta"), make_settings(kernels="fused"))

@@ -412,7 +412,7 @@ def test_tracing_leaves_torch_and_transformers_as_they_were():
 def test_a_trace_that_takes_too_long_is_refused_with_a_way_out(tmp_path):
     job = CASES["chunked"].job
     asked = job_of(job.recipe, job.settings, job.config, job.batch, accumulates=False)
-    with pytest.raises(LaunchError, match="the trace was not done after 0.01 s"):
+    with pytest.raises(LaunchError, match="the trace did not finish within 0.01 s"):
         traced(asked, timeout_s=0.01, cache=tmp_path)
 
 
