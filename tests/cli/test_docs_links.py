@@ -69,6 +69,15 @@ def test_the_navigation_holds_every_page_once():
     )
 
 
+def test_the_search_of_the_site_needs_no_network():
+    """The offline plugin fetches its shim from a server of others unless the site brings one by that name."""
+    site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+    assert site["plugins"]["offline"]["enabled"]
+    shims = [one["path"] for one in site["extra"]["polyfills"] if "iframe-worker" in one["path"]]
+    assert len(shims) == 1
+    assert "window.IFrameWorker" in (DOCS / shims[0]).read_text()
+
+
 def tutorial_commands() -> list[str]:
     """The command lines of the console blocks, without what they are piped into."""
     found: list[str] = []
