@@ -70,10 +70,12 @@ class FinishedRun:
         return figures_of(self.report)
 
     def __repr__(self) -> str:
+        from memtrain.memory.plan.units import count_of
         from memtrain.trainers.run_folder.report.report import figures_of, loss_words, state_of
 
         report = self.report
-        words = f"{state_of(report)}, {len(report.steps):,} steps, loss {loss_words(figures_of(report))}"
+        steps = count_of(len(report.steps), "step")
+        words = f"{state_of(report)}, {steps}, loss {loss_words(figures_of(report))}"
         return f"FinishedRun({self.folder.path}: {words})"
 
     def _repr_html_(self) -> str:

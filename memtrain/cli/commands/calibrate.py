@@ -27,7 +27,7 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
     from memtrain.memory.hardware.calibration import Measured, device_file, folder, measured_of, remember
     from memtrain.memory.hardware.devices import detect
     from memtrain.memory.hardware.peak_history import FILE, read_history
-    from memtrain.memory.plan.units import MIB
+    from memtrain.memory.plan.units import MIB, count_of
 
     where, hardware = folder(), detect()
     if where is None:
@@ -40,7 +40,7 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
         files = [*where.glob("device-*.json"), *where.glob(FILE)]
         for file in files:
             file.unlink()
-        print_text(f"{len(files)} files removed from {where}.")
+        print_text(f"{count_of(len(files), 'file')} removed from {where}.")
         return
     found: Measured | None = measured_of(hardware.name)
     if not show:

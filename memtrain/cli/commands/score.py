@@ -9,6 +9,7 @@ import typer
 
 from memtrain.cli.arguments import OverridesArgument
 from memtrain.cli.output.terminal import hide_progress_bars, print_text, whole
+from memtrain.memory.plan.units import count_of
 
 
 def score(
@@ -56,6 +57,6 @@ def score(
     count, share = write_rewards(
         loaded.recipe, settings, output, scored.adapter, emit=lambda note: print_text(f"Data {note}.")
     )
-    print_text(f"{count:,} rows scored; the rewards are in {whole(output)}.")
+    print_text(f"{count_of(count, 'row')} scored; the rewards are in {whole(output)}.")
     if share is not None:
         print_text(f"The chosen answer has the higher reward in {share:.1%} of the pairs.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from memtrain.cli.output.terminal import print_table, print_text
+from memtrain.memory.plan.units import count_of
 
 if TYPE_CHECKING:
     from memtrain.trainers.tools.verify.result import Ran, Verification
@@ -42,7 +43,9 @@ def verified(
 
 def print_verification(made: Verification) -> None:
     """The checks, the strategies that ran, and the verdict."""
-    print_text(f"{made.method}: {made.recipe}, {made.steps} steps in {made.dtype} on {made.device}")
+    print_text(
+        f"{made.method}: {made.recipe}, {count_of(made.steps, 'step')} in {made.dtype} on {made.device}"
+    )
     for note in made.notes:
         print_text(f"Note: {note}.")
     typer.echo()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from memtrain.memory.plan.units import gib
+from memtrain.memory.plan.units import count_of, gib
 from memtrain.recipes.formats.detect import FORMS
-from memtrain.trainers.data.length_report.format import SHOWN, count_of, share, short
+from memtrain.trainers.data.length_report.format import SHOWN, share, short
 from memtrain.trainers.data.length_report.result import Bin, Candidate, Distribution, Inspection
 
 MOST_BARS = 18
@@ -147,7 +147,11 @@ def _tables(found: Inspection) -> Iterator[tuple[str, Table]]:
         _lost(found, own, other),
     )
     batches = f"padding in micro-batches of {found.batch.micro_batch_size}"
-    step = f"{found.batch.rows} rows" if found.batch.rows is not None else f"{found.batch.tokens:,} tokens"
+    step = (
+        count_of(found.batch.rows, "row")
+        if found.batch.rows is not None
+        else f"{found.batch.tokens:,} tokens"
+    )
     if found.candidates[0].packings:
         yield f"Costs: {batches}; sequences and fill when packed", _room(found)
         yield f"Optimizer steps of one epoch ({step} a step)", _steps(found)

@@ -9,7 +9,7 @@ from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, typical_micro_batch
 from memtrain.memory.hardware.devices import Hardware, detect
-from memtrain.memory.plan.units import gib
+from memtrain.memory.plan.units import count_of, gib
 from memtrain.memory.planner.resolve import Resolved, resolved_if_it_fits
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.reading.load import LoadedRecipe
@@ -84,7 +84,7 @@ def cost_of(resolved: Resolved, facts: PlannerInputs) -> Cost:
     """The answer of the planner, with the time of a typical step."""
     settings = resolved.settings
     batch, _ = typical_micro_batch(settings, facts)
-    parts = [f"micro-batch of {batch.rows} rows"]
+    parts = [f"micro-batch of {count_of(batch.rows, 'row')}"]
     if settings.checkpoint_every:
         parts.append("activation checkpointing")
     if settings.slice_tokens:

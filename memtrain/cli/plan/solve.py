@@ -17,7 +17,7 @@ from memtrain.memory.estimate.pricing import PlannerInputs, Priced, budget_of, h
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.model_shape.rope_scaling import suggested
-from memtrain.memory.plan.units import gib
+from memtrain.memory.plan.units import count_of, gib
 from memtrain.memory.planner.loss_tile import with_small_tiles
 from memtrain.memory.planner.resolve import (
     LENGTH_STEP,
@@ -127,7 +127,9 @@ def _micro_batch(question: Question, facts: PlannerInputs) -> Solution:
         resolve(asked, facts)
         raise AssertionError("The recipe fits, and no micro-batch was found.")
     value = low * longest if flat else low
-    unit = f"{value:,} tokens ({low} sequences of {longest:,})" if flat else f"{value} rows"
+    unit = (
+        f"{value:,} tokens ({count_of(low, 'sequence')} of {longest:,})" if flat else count_of(value, "row")
+    )
     words = [f"The largest micro-batch that fits {_place(question)} is {unit}{_how(best)}."]
     if low == most:
         words.append("It is the whole step of one device.")

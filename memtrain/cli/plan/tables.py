@@ -15,12 +15,11 @@ from memtrain.memory.explain.tables import as_run, difference, owner_table, verd
 from memtrain.memory.plan.length_profile import LengthReport, by_answer_words
 from memtrain.memory.plan.plan import Decision
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.plan.units import MIB, gib, signed
+from memtrain.memory.plan.units import MIB, count_of, gib, signed
 from memtrain.memory.planner.engine_ranking import form_words
 from memtrain.memory.planner.pinned_recipe import pins, yaml_lines
 from memtrain.memory.planner.search import frontier
 from memtrain.recipes.reading.shipped import configs_dir
-from memtrain.trainers.data.length_report.format import count_of
 from memtrain.trainers.tools.trace.client import Traced
 
 QUIET = (
@@ -264,7 +263,9 @@ def settings_words(settings: Settings) -> str:
         parts.append(settings.optimizer)
     parts.append(f"{settings.loss} loss")
     size = (
-        f"{settings.micro_tokens:,} tokens" if settings.micro_tokens else f"{settings.micro_batch_size} rows"
+        f"{settings.micro_tokens:,} tokens"
+        if settings.micro_tokens
+        else count_of(settings.micro_batch_size, "row")
     )
     return ", ".join([*parts, f"{size} at once"])
 

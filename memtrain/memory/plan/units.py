@@ -1,4 +1,4 @@
-"""Bytes and shares in words: how sizes are read and shown."""
+"""Bytes, shares and counts in words: how sizes are read and shown."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def gib(num_bytes: float) -> str:
             digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
             return f"{sign}{value:.{digits}f} {name}"
     return f"{sign}{size:.0f} B"
+
+
+def count_of(count: int, thing: str) -> str:
+    """`1 row`, `2,000 rows`."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def signed(share: float, decimals: int = 1) -> str:

@@ -10,6 +10,7 @@ from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.plan.row_form import RowForm
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import count_of
 from memtrain.memory.rules.adapter_targets import refuse_targets
 from memtrain.memory.rules.attention import AttentionChoice
 from memtrain.memory.rules.batching import Micro, decide_batch, micro_batch_candidates, refuse_uneven_groups
@@ -182,5 +183,5 @@ def _max_steps(ledger: DecisionLog, facts: PlannerInputs, rows: int | None, toke
         ledger.decide("max_steps", "?", f"{words} of rows that were not read", "train.epochs")
         return steps
     count = facts.profile.report.num_sequences
-    ledger.decide("max_steps", steps, f"{words} over {count:,} sequences", "train.epochs")
+    ledger.decide("max_steps", steps, f"{words} over {count_of(count, 'sequence')}", "train.epochs")
     return steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memtrain.memory.plan.length_profile import LengthProfile
+from memtrain.memory.plan.units import count_of
 from memtrain.memory.rules.ledger import DEFAULT_BATCH_SIZE, DecisionLog
 
 COMFORTABLE_TOKENS = {"cuda": 16_384, "cpu": 4_096}
@@ -31,7 +32,7 @@ def decide_batch(
     ledger.decide("batch_size", rows, "" if train.batch_size else "the default", "train.batch_size")
     if rows < num_replicas:
         ledger.refuse(
-            f"a step of {rows} rows cannot be divided over {who(num_replicas, num_sharing)}",
+            f"a step of {count_of(rows, 'row')} cannot be divided over {who(num_replicas, num_sharing)}",
             "train.batch_size",
             f"set train.batch_size to at least {num_replicas}, or cluster.processes to at most "
             f"{rows * num_sharing}",
@@ -99,23 +100,19 @@ def worked_line(
 ) -> str:
     """The arithmetic of a step in words."""
     rows, tokens = batch
-    step = f"{rows:,} rows" if rows is not None else f"up to {tokens:,} tokens"
+    step = count_of(rows, "row") if rows is not None else f"up to {tokens:,} tokens"
     per_step = rows if rows is not None else (tokens or 0) / profile.mean_tokens
     by_rows = per_step / num_replicas / micro_batch.rows
     by_tokens = (
         per_step * profile.mean_tokens / num_replicas / micro_batch.tokens if micro_batch.tokens else 0.0
     )
     rounds = max(1, round(max(by_rows, by_tokens) + 0.49))
-    limits = (
-        [f"{micro_batch.rows} row{'s' if micro_batch.rows > 1 else ''}"]
-        if micro_batch.rows < per_step / num_replicas
-        else []
-    )
+    limits = [count_of(micro_batch.rows, "row")] if micro_batch.rows < per_step / num_replicas else []
     limits += [f"{micro_batch.tokens:,} tokens"] if micro_batch.tokens else []
     limit = f" of up to {' and '.join(limits)}" if limits else ""
     about = "about " if micro_batch.tokens and rounds > 1 else ""
     by = f"{who(num_replicas, num_sharing)} x " if num_replicas > 1 or num_sharing > 1 else ""
-    return f"{step} = {by}{about}{rounds} accumulation step{'s' if rounds > 1 else ''}{limit}"
+    return f"{step} = {by}{about}{count_of(rounds, 'accumulation step')}{limit}"
 
 
 def _most_rows(profile: LengthProfile, batch: tuple[int | None, int | None], num_replicas: int) -> int:

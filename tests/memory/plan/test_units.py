@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrain.errors import RecipeError
-from memtrain.memory.plan.units import GIB, MIB, gib, read_size, round_up, signed
+from memtrain.memory.plan.units import GIB, MIB, count_of, gib, read_size, round_up, signed
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,12 @@ def test_a_shown_size_reads_back_within_its_digits(num_bytes):
 
 def test_rounding_up_keeps_multiples():
     assert [round_up(n, 512) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+
+
+def test_a_count_of_one_is_singular():
+    assert [count_of(count, "row") for count in (0, 1, 2, 2000)] == [
+        "0 rows",
+        "1 row",
+        "2 rows",
+        "2,000 rows",
+    ]

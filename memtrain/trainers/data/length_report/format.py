@@ -18,11 +18,6 @@ def share(part: float, whole: float) -> str:
     return f"{percent:.2f}%" if percent < 1 else f"{percent:.1f}%" if percent < 10 else f"{percent:.0f}%"
 
 
-def count_of(count: int, thing: str) -> str:
-    """`1 row`, `2,000 rows`."""
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
-
-
 def short(count: float) -> str:
     """A count in at most five letters: `950`, `12.3k`, `4.56M`."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrain import __version__
+from memtrain.memory.plan.units import count_of
 from memtrain.memory.rules.ledger import DEFAULT_BATCH_SIZE
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS
 from memtrain.recipes.sections.data import Data, Format
@@ -21,7 +22,6 @@ from memtrain.trainers.data.length_report.candidates import (
     default_candidates,
 )
 from memtrain.trainers.data.length_report.distribution import distribution
-from memtrain.trainers.data.length_report.format import count_of
 from memtrain.trainers.data.length_report.layouts import PromptRows, RowLayout, row_layout_of
 from memtrain.trainers.data.length_report.reader import Progress, Read, read
 from memtrain.trainers.data.length_report.recommend import recommend
@@ -208,7 +208,7 @@ def notes(seen: Read, work: Work, data: Data, extent: Extent, held_out: int) -> 
         notes.append(f"{count_of(seen.faulty.rows, 'bad row')} not in these numbers: {then}.")
     if held_out:
         notes.append(
-            f"{round(held_out * extent.scale):,} rows are held out (data.eval_fraction) and not counted."
+            f"Held-out rows (data.eval_fraction) are not counted: {round(held_out * extent.scale):,}."
         )
     if seen.is_cached:
         notes.append("Counted from tokenized rows in the cache; nothing was tokenized.")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memtrain.memory.plan.units import count_of
 from memtrain.recipes.sections.length import Length
-from memtrain.trainers.data.length_report.format import count_of, share
+from memtrain.trainers.data.length_report.format import share
 from memtrain.trainers.data.length_report.result import (
     Batch,
     Candidate,

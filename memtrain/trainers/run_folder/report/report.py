@@ -13,7 +13,7 @@ from rich.text import Text
 
 from memtrain.errors import printable
 from memtrain.memory.plan.plan import Plan, read_plan
-from memtrain.memory.plan.units import gib, signed
+from memtrain.memory.plan.units import count_of, gib, signed
 from memtrain.trainers.protocols.events import (
     REWARD,
     DataEvent,
@@ -291,7 +291,8 @@ def reward_words(figures: Figures) -> str:
 def _figures_table(report: Report) -> Table:
     figures = figures_of(report)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("run", f"{state_of(report)}, {len(report.steps):,} steps in {duration(figures.seconds)}")
+    steps = count_of(len(report.steps), "step")
+    table.add_row("run", f"{state_of(report)}, {steps} in {duration(figures.seconds)}")
     for row in ending_rows(report.final):
         table.add_row(*row)
     if words := reward_words(figures):
