@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import time
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from memtrain.errors import DataError, LaunchError
+from memtrain.errors import DataError, LaunchError, words_of
 from memtrain.recipes.sections.evaluation import REWARD
 from memtrain.trainers.online.rewards.tool_calls import tool_calls
 
@@ -114,14 +115,19 @@ def _loaded(env_id: str, args: str) -> Any:
             "verifiers is not installed", "rewards.environment", "pip install 'verifiers<0.2'"
         ) from None
     package: Any = verifiers
-    if not hasattr(package, "load_environment"):
+    try:
+        load = package.load_environment
+    except AttributeError as error:
         version = getattr(package, "__version__", "of this version")
+        # Where a package that it needs is missing, verifiers says so in this error.
+        is_plain = "has no attribute" in str(error)
+        why = "its environments run the model themselves" if is_plain else words_of(error)
         raise LaunchError(
-            f"verifiers {version} has no load_environment: its environments run the model themselves",
+            f"verifiers {version} has no load_environment: {why}",
             "rewards.environment",
             "pip install 'verifiers<0.2', or write the environment as a class with `step`",
-        )
-    made = package.load_environment(env_id, **json.loads(args))
+        ) from None
+    made = load(env_id, **json.loads(args))
     if not hasattr(made, "env_response"):
         raise LaunchError(
             f"{env_id} is a {type(made).__name__}, which answers no turns (it has no env_response)",
@@ -173,9 +179,21 @@ def _state(row: dict[str, Any]) -> Any:
         "metrics": None,
         "error": None,
         "final_env_response": None,
+        "timing": _timing(),
     }
     kind = getattr(_types(), "State", dict)
     return kind(fields)
+
+
+def _timing() -> Any:
+    """The times of a rollout, none of them measured here: an object of the release, or a mapping before 0.1.13.
+
+    Rubrics write the time of scoring into it.
+    """
+    kind = getattr(_types(), "RolloutTiming", None)
+    if inspect.isclass(kind) and hasattr(kind, "model_validate"):
+        return kind()
+    return {"start_time": time.time(), "generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0}
 
 
 def _types() -> Any:

@@ -14,6 +14,9 @@ from memtrain.trainers.online.rewards.verifiers_adapter import Verifiers
 
 class Rubric:
     async def score_rollout(self, state):
+        # As verifiers 0.1.8 to 0.1.12 do, whose states have it from the beginning.
+        state["timing"]["scoring_ms"] = 1.0
+        state["timing"]["total_ms"] += state["timing"]["scoring_ms"]
         said = [one["content"] for one in state["completion"] if one["role"] == "assistant"]
         state["reward"] = float(state["answer"] in said[-1]) + len(state["trajectory"]) / 10
 
@@ -91,7 +94,16 @@ def test_what_cannot_be_used_is_reported_with_the_way_out(package, monkeypatch):
         Game.environment()
     package.__version__ = "0.4.0"
     del package.load_environment
-    with pytest.raises(LaunchError, match="verifiers 0.4.0 has no load_environment"):
+    with pytest.raises(LaunchError, match="0.4.0 has no load_environment: its environments run the model"):
+        Game.environment()
+
+    def lazy(name):
+        raise AttributeError(f"To use verifiers.{name}, install as `verifiers[all]`.")
+
+    package.__getattr__ = lazy
+    with pytest.raises(
+        LaunchError, match=r"has no load_environment: To use .* install as `verifiers\[all\]`"
+    ):
         Game.environment()
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(LaunchError, match="verifiers is not installed"):
