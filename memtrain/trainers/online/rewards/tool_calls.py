@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 MARKED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.S)
-"""A call as Qwen's and Hermes' templates write it."""
+"""A call as the templates of Qwen, Hermes and GLM write it."""
 WITH_BARE_JSON = re.compile(r"\s*(?:\[TOOL_CALLS\]|<\|python_tag\|>)?\s*([\[{].*)", re.S)
 """A turn that is nothing but calls, as Mistral's and Llama 3's templates write it."""
+AFTER_A_NAME = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([A-Za-z_]\w*)\s*(?:\[ARGS\])?\s*(?=\{)")
+"""Begin of a call of Mistral since its eleventh tokenizer; its marks are special tokens, and may be gone."""
+IN_TAGS = re.compile(r"<function=([^>\s]+)>\s*(.*?)\s*(?:</function>|$)", re.S)
+"""A call as Qwen3-Coder and Qwen3.5 write it, inside the marks."""
+PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.S)
+WITH_KEYS = re.compile(r"(\w+)\s*((?:<arg_key>.*</arg_value>)?)", re.S)
+"""A call as GLM 4.5 writes it, inside the marks."""
+KEY_AND_VALUE = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +29,25 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
+    texts: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Arguments as they were written, of formats that put no quotes around strings."""
 
 
 def tool_calls(text: str) -> list[ToolCall]:
     """The tool calls in a turn of the model, in their order; none where it asks for none.
 
-    Known are `<tool_call>{...}</tool_call>` (Qwen, Hermes), a JSON list behind `[TOOL_CALLS]` (Mistral) and
-    one JSON object (Llama 3, `parameters` for `arguments`).
+    Known are, inside `<tool_call>` marks, a JSON object (Qwen, Hermes), `<function=...>` tags (Qwen3-Coder,
+    Qwen3.5) and keys with values (GLM); a JSON list behind `[TOOL_CALLS]`, or names with JSON objects
+    (Mistral); one JSON object (Llama 3, `parameters` for `arguments`).
     Raises: ValueError with the reason where a call is broken: its JSON, its name or its arguments.
     """
     marked = MARKED.findall(text)
     if marked:
-        return [_call(json.loads(one)) for one in marked]
+        return [_marked(one) for one in marked]
+    if IN_TAGS.search(text):
+        return [_tagged(*one.groups(), PARAMETER) for one in IN_TAGS.finditer(text)]
+    if AFTER_A_NAME.match(text):
+        return _after_names(text)
     bare = WITH_BARE_JSON.fullmatch(text.rstrip())
     if bare is None:
         return []
@@ -42,6 +58,46 @@ def tool_calls(text: str) -> list[ToolCall]:
     items: list[Any] = asked if isinstance(asked, list) else [asked]
     is_calls = bool(items) and all(isinstance(one, dict) and "name" in one for one in items)
     return [_call(one) for one in items] if is_calls else []
+
+
+def _marked(text: str) -> ToolCall:
+    """The call between two marks, in one of the three formats."""
+    if (tagged := IN_TAGS.fullmatch(text)) is not None:
+        return _tagged(tagged[1], tagged[2], PARAMETER)
+    if (keyed := WITH_KEYS.fullmatch(text)) is not None:
+        return _tagged(keyed[1], keyed[2], KEY_AND_VALUE)
+    return _call(json.loads(text))
+
+
+def _tagged(name: str, body: str, argument: re.Pattern[str]) -> ToolCall:
+    """A call whose values have no quotes: what is JSON is read as such, all other values are strings."""
+    texts: dict[str, str] = dict(argument.findall(body))
+    return ToolCall(name, {key: _value(text) for key, text in texts.items()}, texts)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _after_names(text: str) -> list[ToolCall]:
+    """Calls of a turn that is nothing but names with JSON objects; none of any other turn."""
+    calls: list[ToolCall] = []
+    at = 0
+    while at < len(text.rstrip()):
+        found = AFTER_A_NAME.match(text, at)
+        if found is None:
+            return []
+        try:
+            arguments, at = json.JSONDecoder().raw_decode(text, found.end())
+        except ValueError:
+            if "[TOOL_CALLS]" in text or "[ARGS]" in text:
+                raise
+            return []
+        calls.append(_call({"name": found[1], "arguments": arguments}))
+    return calls
 
 
 def _call(asked: Any) -> ToolCall:
@@ -92,8 +148,15 @@ class Tools:
             self.num_failed += 1
             return f"error: there is no tool {call.name}; there are {', '.join(known)}"
         try:
-            found = known[call.name](**call.arguments)
+            found = known[call.name](**_typed(known[call.name], call))
         except Exception as error:
             self.num_failed += 1
             return f"error: {type(error).__name__}: {error}"
         return found if isinstance(found, str) else json.dumps(found, default=str)
+
+
+def _typed(function: Callable[..., Any], call: ToolCall) -> dict[str, Any]:
+    """The arguments of a call; what the function takes as text is the text that was written: `007`."""
+    kinds = {name: one.annotation for name, one in inspect.signature(function).parameters.items()}
+    own = {name: text for name, text in call.texts.items() if kinds.get(name) in (str, "str")}
+    return {**call.arguments, **own}

@@ -29,6 +29,42 @@ def test_calls_are_read_as_templates_write_them(text: str, calls: list[ToolCall]
     assert tool_calls(text) == calls
 
 
+CODER = "<function=find>\n<parameter=code>\n007\n</parameter>\n<parameter=top>\n3\n</parameter>\n</function>"
+GLM = (
+    "find\n<arg_key>code</arg_key>\n<arg_value>007</arg_value>\n"
+    "<arg_key>top</arg_key>\n<arg_value>3</arg_value>"
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<tool_call>\n{CODER}\n</tool_call>",
+        CODER,
+        f"I look.\n<tool_call>{GLM}\n</tool_call>",
+        '[TOOL_CALLS]find[ARGS]{"code": "007", "top": 3}',
+        'find{"code": "007", "top": 3}',
+    ],
+)
+def test_formats_of_newer_templates_are_read_and_answered(text: str):
+    """Text without quotes stays text where the function takes text. Mistral's marks are special tokens."""
+    (call,) = tool_calls(text)
+    assert (call.name, call.arguments["top"]) == ("find", 3)
+    assert Finding().step(text) == ["007 3"]
+
+
+def test_two_calls_after_one_another_and_text_that_only_looks_like_one():
+    assert [one.name for one in tool_calls('[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}')] == [
+        "add",
+        "now",
+    ]
+    assert tool_calls("<tool_call>now\n</tool_call>") == [ToolCall("now", {})]
+    assert tool_calls('f{"a": 1} is a call in no language') == []
+    assert tool_calls("f{x} = 2") == []
+    with pytest.raises(ValueError):
+        tool_calls('[TOOL_CALLS]add[ARGS]{"a": ')
+
+
 @pytest.mark.parametrize("inner", ['{"name": "add"', '{"arguments": {}}', '{"name": "a", "arguments": 1}'])
 def test_a_broken_call_is_reported(inner: str):
     with pytest.raises(ValueError):
@@ -43,6 +79,20 @@ def add(a: int, b: int) -> int:
         b: the second
     """
     return a + b
+
+
+def find(code: str, top: int) -> str:
+    """Find an entry.
+
+    Args:
+        code: of the entry
+        top: how many
+    """
+    return f"{code} {top}"
+
+
+class Finding(Tools):
+    functions = (find,)
 
 
 class Adding(Tools):
