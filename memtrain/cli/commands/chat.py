@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from memtrain.cli.output.terminal import hide_progress_bars, print_text
+
+COMMANDS = "/reset forgets the turns, Ctrl-C stops an answer, /quit or Ctrl-D ends."
+_IS_COMMAND = re.compile(r"/[a-z]+")
 
 
 def chat(
@@ -72,14 +77,28 @@ def chat(
 
 
 def _turns() -> Iterator[str]:
-    """Lines of the user, until /quit or the end of the input; empty ones are passed over."""
+    """Lines of the user, until /quit or the end of the input; empty ones are passed over.
+
+    On a terminal lines can be edited, and earlier ones come back with the arrow keys.
+    """
     is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):  # Python is built without it on some systems
+            import readline  # noqa: F401
+        typer.echo(COMMANDS, err=True)
     while True:
         try:
             line = input("> " if is_terminal else "").strip()
         except EOFError:
             return
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            typer.echo(f"\n{COMMANDS}", err=True)
+            continue
         if line == "/quit":
             return
-        if line:
+        if is_terminal and line != "/reset" and _IS_COMMAND.fullmatch(line):
+            typer.echo(COMMANDS, err=True)
+        elif line:
             yield line

@@ -33,6 +33,7 @@ def gguf(
         convert_words,
         get_converter,
         modelfile,
+        ollama_name,
         text_model,
         whole_model,
     )
@@ -62,9 +63,10 @@ def gguf(
         print_text("convert_hf_to_gguf.py of llama.cpp is not installed here. These commands write the file:")
         for line in (*get_converter(), shlex.join(words)):
             typer.echo(f"  {line}")
-    print_text(
-        f"Wrote {whole(file)}. Ollama: ollama create {model.name} -f {whole(file)}; ollama run {model.name}"
-    )
+    print_text(f"Wrote {whole(file)}. With Ollama:")
+    name = ollama_name(model.name)
+    for words in (["ollama", "create", name, "-f", str(file)], ["ollama", "run", name]):
+        typer.echo(f"  {shlex.join(words)}")
 
 
 def _system(run: Path) -> str | None:

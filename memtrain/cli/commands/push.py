@@ -24,13 +24,19 @@ def push(
 
     if not is_hub_id(name):
         raise RecipeError(f"'{name}' is not the name of a repository", "NAME", "write owner/name")
-    folder = trained_model(run).folder
+    trained = trained_model(run)
+    folder = trained.folder
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     print_table(
         ("file", "size"), [(str(path.relative_to(folder)), gib(path.stat().st_size)) for path in files]
     )
     if not (folder / "README.md").is_file():
         print_text("There is no README.md in it: the repository will have no model card.")
+    if trained.is_adapter and not is_hub_id(trained.base):
+        print_text(
+            f"Nobody else can load this adapter: its base, {trained.base or 'made by memtrain'}, is not on "
+            f"the hub. Merge it (memtrain merge {whole(run)}), and push RUN/merged."
+        )
     if dry_run:
         print_text(f"Nothing was uploaded. It would go to https://huggingface.co/{name}.")
         return

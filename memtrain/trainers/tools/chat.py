@@ -19,6 +19,7 @@ from memtrain.trainers.model.loading.adapters import load_adapter
 from memtrain.trainers.model.loading.load import load_model
 from memtrain.trainers.model.loading.locate import unknown_model
 from memtrain.trainers.model.loading.own_code import trust_code
+from memtrain.trainers.model.loading.save import stop_at
 from memtrain.trainers.tools.trained_model import TrainedModel, trusting_recipe
 
 
@@ -147,4 +148,6 @@ def load_trained(trained: TrainedModel, vocab_size: int) -> Any:
         head=METHODS[plan.recipe.method].head,
         drawn_on=plan.settings.device,
     )
+    if plan.data.turn_end is not None:
+        stop_at(base, plan.data.turn_end.token_id)
     return load_adapter(base, str(trained.folder)).to(device).eval()

@@ -25,6 +25,7 @@ from memtrain.trainers.tools.trained_model import (
     MERGED,
     TrainedModel,
     base_revision,
+    ends_otherwise,
     own_tokenizer,
     trusting_recipe,
     whole_model,
@@ -106,6 +107,8 @@ def beside_base_or_merged(model: TrainedModel, emit: Callable[[str], None]) -> T
     Raises: LaunchError where it cannot be merged.
     """
     why = why_not_beside_base(model) if model.is_adapter else ""
+    if model.is_adapter and not why and ends_otherwise(model):
+        why = "that ends its turns otherwise than its base"
     if not why:
         return model
     if not (model.run / MERGED).exists():

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan, run_fix
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.run_folder.folder import RunFolder
 
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
+CONFIG, ADAPTER, GENERATION = "config.json", "adapter_config.json", "generation_config.json"
 MERGED = "merged"
 """Folder of `memtrain merge` in a run folder."""
 BUILTIN = "builtin:"
@@ -143,6 +147,25 @@ def base_revision(model: TrainedModel) -> str | None:
     return None if recipe is None or Path(model.base).is_dir() else recipe.revision
 
 
+def ends_otherwise(model: TrainedModel) -> bool:
+    """Whether an adapter learned an end of turns at which its base does not stop, such as `<|im_end|>`."""
+    own = _end_tokens(model.folder, None, (GENERATION,))
+    return bool(own - _end_tokens(model.base, base_revision(model), (GENERATION, CONFIG)))
+
+
+def _end_tokens(place: str | Path, revision: str | None, files: Sequence[str]) -> set[int]:
+    """End tokens of the first of the files that names some, in a folder or the hub's cache; else none."""
+    for name in files:
+        path = Path(place) / name
+        if not Path(place).is_dir():
+            cached = try_to_load_from_cache(str(place), name, revision=revision)
+            path = Path(cached) if isinstance(cached, str) else path
+        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if ends is not None:
+            return set(ends) if isinstance(ends, list) else {ends}
+    return set()
+
+
 def own_tokenizer(model: TrainedModel) -> str | None:
     """Folder of the tokenizer with the chat template that an adapter was trained with, where it is there."""
     return str(model.folder) if (model.folder / "tokenizer_config.json").is_file() else None
@@ -173,6 +196,8 @@ def serve_words(model: TrainedModel, *, port: int = 8000) -> list[str]:
         ends += ["--revision", revision, *(("--code-revision", revision) if is_trusted else ())]
     if (tokenizer := own_tokenizer(model)) is not None:
         ends += ["--tokenizer", tokenizer]
+    if ends_otherwise(model):
+        ends += ["--generation-config", str(model.folder)]
     return [
         *(*words, model.base, "--enable-lora", "--max-lora-rank", str(rank)),
         *("--lora-modules", f"{model.name}={model.folder}", *ends),
@@ -210,6 +235,11 @@ def modelfile(folder: Path, gguf: Path, system: str | None) -> str:
     if system:
         lines.append('SYSTEM """' + system.replace('"""', "'''") + '"""')
     return "\n".join(lines) + "\n"
+
+
+def ollama_name(name: str) -> str:
+    """A name of a run as Ollama takes one: `My run` as `my-run`."""
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._") or "model"
 
 
 def _template(folder: Path) -> str:

@@ -1,13 +1,16 @@
 """An answer that stops at the limit of its tokens is known from one that the model ended."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from memtrain.cli.commands import chat as command
 from memtrain.errors import LaunchError
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 from memtrain.trainers.tools import chat
+from memtrain.trainers.tools.trained_model import TrainedModel
 
 
 @pytest.mark.parametrize(("ends", "is_cut"), [(False, True), (True, False)])
@@ -65,3 +68,48 @@ def test_a_template_that_refuses_a_system_prompt_is_an_error_with_a_way_out(monk
         talk.answer("Hello", print, max_tokens=4, temperature=0)
     assert error.value.faults[0].fix == "chat without --system"
     assert len(talk.messages) == 1
+
+
+def test_an_adapter_stops_at_the_end_of_turns_that_it_learned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Its base knew the end of texts alone, and answers went on to `--max-tokens`."""
+    (tmp_path / chat.PLAN_FILE).write_text("")
+    settings = SimpleNamespace(model_copy=lambda update: SimpleNamespace(**update), device="cpu")
+    recipe = SimpleNamespace(model=None, method="sft", train=SimpleNamespace(seed=0))
+    data = SimpleNamespace(turn_end=SimpleNamespace(token_id=7))
+    plan = SimpleNamespace(recipe=recipe, settings=settings, data=data)
+    base = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=2))
+    base.to = lambda device: base
+    base.eval = lambda: base
+    monkeypatch.setattr(chat, "read_plan", lambda path: plan)
+    monkeypatch.setattr(chat, "load_model", lambda *_, **__: base)
+    monkeypatch.setattr(chat, "load_adapter", lambda model, folder: model)
+    trained = TrainedModel(tmp_path, tmp_path / "final", "run", {}, is_adapter=True)
+    assert chat.load_trained(trained, 10).generation_config.eos_token_id == [2, 7]
+
+
+def test_at_a_terminal_a_slash_is_a_command_and_ctrl_c_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """`/help` was answered by the model, and Ctrl-C between two answers ended the conversation."""
+    typed: list[str | type[BaseException]] = [
+        "Hi",
+        KeyboardInterrupt,
+        "/help",
+        "/usr/bin is?",
+        "/reset",
+        "/quit",
+        "no",
+    ]
+
+    def give(prompt: str) -> str:
+        one = typed.pop(0)
+        if isinstance(one, str):
+            return one
+        raise one
+
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", give)
+    assert list(command._turns()) == ["Hi", "/usr/bin is?", "/reset"]
+    assert capsys.readouterr().err.count(command.COMMANDS) == 3

@@ -70,6 +70,25 @@ def test_an_adapter_that_no_other_program_puts_on_its_base_is_merged_first(
     assert "the harness takes no adapter of a base that is neither a folder nor on the hub" in said[0]
 
 
+def test_an_adapter_that_learned_another_end_of_turns_is_merged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """The harness generates with the base's configuration: answers would go on to their limit."""
+    base, final = tmp_path / "base", tmp_path / "final"
+    for folder, file, text in (
+        (base, "config.json", '{"eos_token_id": 2}'),
+        (final, "generation_config.json", '{"eos_token_id": [2, 7]}'),
+        (final, "adapter_config.json", "{}"),
+        (tmp_path / "merged", "config.json", "{}"),
+    ):
+        folder.mkdir(exist_ok=True)
+        (folder / file).write_text(text)
+    asked = TrainedModel(tmp_path, final, "run", {"base_model_name_or_path": str(base)}, True)
+    assert lm_eval.beside_base_or_merged(asked, print).folder == tmp_path / "merged"
+    (base / "config.json").write_text('{"eos_token_id": [2, 7]}')
+    assert lm_eval.beside_base_or_merged(asked, print) == asked
+
+
 RESULTS = {
     "gsm8k": {
         "alias": "gsm8k",

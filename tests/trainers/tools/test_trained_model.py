@@ -16,6 +16,7 @@ from memtrain.trainers.tools import trained_model as module
 from memtrain.trainers.tools.trained_model import (
     convert_words,
     modelfile,
+    ollama_name,
     serve_words,
     text_model,
     trained_model,
@@ -144,6 +145,43 @@ def test_the_converter_is_found_by_the_names_of_its_packages(name: str, monkeypa
     words, is_here = convert_words(Path("final"), Path("out.gguf"), "f16")
     assert is_here
     assert words[0] == f"/bin/{name}"
+
+
+def test_the_lines_for_ollama_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The name of a run may have spaces and capitals, which Ollama's models have not."""
+    run = run_of(tmp_path, LLAMA)
+    assert main(["gguf", str(run)]) == 0
+    lines = [shlex.split(one) for one in capsys.readouterr().out.splitlines() if one.startswith("  ollama ")]
+    assert lines == [
+        ["ollama", "create", "my-run", "-f", str(run / "Modelfile")],
+        ["ollama", "run", "my-run"],
+    ]
+    assert ollama_name("Qwen3 8B / sft") == "qwen3-8b-sft"
+    assert ollama_name("é") == "model"
+
+
+def test_an_adapter_of_a_base_that_is_not_on_the_hub_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    here = run_of(tmp_path, LORA | {"base_model_name_or_path": str(tmp_path)}, "adapter_config.json")
+    assert main(["push", str(here), "me/model", "--dry-run"]) == 0
+    assert "Nobody else can load this adapter" in capsys.readouterr().out
+    there = run_of(tmp_path / "other", LORA, "adapter_config.json")
+    assert main(["push", str(there), "me/model", "--dry-run"]) == 0
+    assert "Nobody else" not in capsys.readouterr().out
+
+
+def test_an_end_of_turns_that_the_base_does_not_know_is_told_to_vllm(tmp_path: Path):
+    """A base model stops at its end of text; the adapter has learned `<|im_end|>`."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text('{"eos_token_id": 2}')
+    run = run_of(tmp_path, LORA | {"base_model_name_or_path": str(base)}, "adapter_config.json")
+    assert "--generation-config" not in serve_words(text_model(run))
+    (run / "final" / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    assert serve_words(text_model(run))[-2:] == ["--generation-config", str(run / "final")]
+    (base / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert "--generation-config" not in serve_words(text_model(run))
 
 
 def test_a_template_that_is_not_chatml_is_left_to_the_gguf_file(tmp_path: Path):

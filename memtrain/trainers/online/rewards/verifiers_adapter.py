@@ -186,7 +186,7 @@ def _state(row: dict[str, Any]) -> Any:
 
 
 def _timing() -> Any:
-    """The times of a rollout, none of them measured here: an object of the release, or a mapping before 0.1.13.
+    """The times of a rollout, none of them measured here: an object, or a mapping before verifiers 0.1.13.
 
     Rubrics write the time of scoring into it.
     """
