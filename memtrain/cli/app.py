@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from memtrain import __version__
 from memtrain.cli.examples import examples_of
 from memtrain.errors import RecipeError
-from memtrain.recipes.registry import METHODS, nearest_methods
+from memtrain.recipes.registry import METHODS, nearest_methods, spelled_method
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,8 @@ class _Commands(TyperGroup):
         names = self.list_commands(ctx)
         if (spelled := re.sub(r"[\s_]+", "-", args[0].strip().lower())) in names:
             args = [spelled, *args[1:]]
+        elif (method := spelled_method(args[0])) in METHODS:
+            args = [METHODS[method].command, *args[1:]]
         if args[0] not in names and not ctx.resilient_parsing:
             near = nearest_methods(args[0], names)
             raise RecipeError(

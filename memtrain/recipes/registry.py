@@ -164,15 +164,18 @@ METHODS: dict[str, Method] = {
 """Every method by its name: `method:` and the section of its own knobs; the command of the command line."""
 
 
-_REWARD_MODEL = ("rewardmodel", "rewardmodeling", "rewardmodelling", "rm")
-"""Words of other trainers for the method `reward`."""
+_ELSEWHERE = {
+    **dict.fromkeys(("rewardmodel", "rewardmodeling", "rewardmodelling", "rm"), "reward"),
+    **dict.fromkeys(("distil", "distillation", "gkd"), "distill"),
+}
+"""Words of other trainers for a method, in small letters."""
 
 
 def spelled_method(text: str) -> str:
     """A method's name however it is spelled: `online-dpo`, `OnlineDPO` and `online_dpo` are one."""
     letters = re.sub(r"[^a-z]", "", text.lower())
-    if letters in _REWARD_MODEL:
-        return "reward"
+    if letters in _ELSEWHERE:
+        return _ELSEWHERE[letters]
     if known := next((name for name in METHODS if name.replace("_", "") == letters), None):
         return known
     return re.sub(r"[\s-]+", "_", text.strip().lower())

@@ -171,8 +171,18 @@ def test_every_help_has_examples_that_the_command_takes(verb: str, capsys: pytes
                 assert word.split("=")[0] in KEYS or word.startswith(("--", "-"))
 
 
-@pytest.mark.parametrize("spelling", ["online_dpo", "Online-DPO", "INSPECT_LENGTHS"])
-def test_a_command_is_known_however_it_is_spelled(spelling: str, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("online_dpo", "online-dpo"),
+        ("Online-DPO", "online-dpo"),
+        ("OnlineDPO", "online-dpo"),
+        ("INSPECT_LENGTHS", "inspect-lengths"),
+        ("distillation", "distill"),
+    ],
+)
+def test_a_command_is_known_however_it_is_spelled(
+    spelling: str, name: str, capsys: pytest.CaptureFixture[str]
+):
     assert main([spelling, "--help"]) == 0
-    name = spelling.lower().replace("_", "-")
     assert capsys.readouterr().out.startswith(f"Usage: memtrain {name}")

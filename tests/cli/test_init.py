@@ -72,6 +72,12 @@ def test_words_of_other_trainers_for_a_reward_model_are_known(
     assert "method: reward\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("spelling", ["distillation", "GKD", "Distil"])
+def test_distillation_is_known_by_the_words_of_others(spelling: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["init", spelling]) == 0
+    assert "\nmethod: distill\n" in capsys.readouterr().out
+
+
 def test_a_misspelled_dpo_is_not_taken_for_ppo(capsys: pytest.CaptureFixture[str]):
     for words in (["init", "dppo"], ["dppo", "rows.jsonl"]):
         assert main(words) == 2
