@@ -90,9 +90,9 @@ def _had(died: OomReport, held: int, *, explains: bool) -> str:
     if died.asked_bytes is not None:
         text += f" and asked for {gib(died.asked_bytes)} more, {gib(had + died.asked_bytes)} together"
     if explains:
-        return f"{text}; the plan of that moment comes to {gib(held)}."
+        return f"{text}; the prediction for that moment is {gib(held)}."
     return (
-        f"{text}; the plan of that moment comes to {gib(held)} only: the rest is not in the configuration "
+        f"{text}; the prediction for that moment is only {gib(held)}: the rest is not in the configuration "
         "(longer rows, more rows at once, its own code), or another configuration ran."
     )
 

@@ -48,7 +48,7 @@ def _tiles(found: Rescue) -> list[tuple[str, str, str]]:
     budget, tiles = gib(found.budget_bytes), []
     if found.was is not None:
         holds = "does not fit" if found.was.need_bytes > found.budget_bytes else "fits by arithmetic"
-        tiles.append(("needed as it was", gib(found.was.need_bytes), f"{holds}: {budget} are there"))
+        tiles.append(("needed as it was", gib(found.was.need_bytes), f"{holds}: there are {budget}"))
     if found.own is not None:
         own = found.own
         tiles.append((f"{found.title}, changed", gib(own.need_bytes), time_words(own.priced, found)))

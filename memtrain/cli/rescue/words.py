@@ -24,14 +24,13 @@ SAME = "The result of training stays the same, up to rounding."
 
 def verdict(found: Rescue) -> str:
     """The need of the run beside the memory that there is."""
-    is_all = found.budget_bytes == found.hardware.memory_bytes
-    place = "" if is_all else f"{gib(found.budget_bytes)} of "
-    place += found.hardware.words() + (" each" if found.hardware.num_devices > 1 else "")
+    cards, _, _ = found.hardware.words().rpartition(", ")
+    place = f"the {gib(found.budget_bytes)} of {cards}" + " each" * (found.hardware.num_devices > 1)
     if found.was is None:
         return f"{found.name}, {found.method}, on {place}."
     need = found.was.need_bytes
     holds = f"does not fit {place}" if need > found.budget_bytes else f"fits {place} by arithmetic"
-    return f"{found.name}, {found.title}'s {found.method}: as it was, it needs {gib(need)} and {holds}."
+    return f"{found.name}, {found.title}'s {found.method}: it needs {gib(need)} as it was, and {holds}."
 
 
 def held_words(held: PhasePeak) -> str:

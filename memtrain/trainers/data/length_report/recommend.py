@@ -98,13 +98,12 @@ def _keeps(chosen: Candidate, rows: int, loss_tokens: int, packing: Packing | No
     touched = packing if packing is not None else chosen.losses[0]
     if not lost and not touched.rows_cut and not touched.rows_dropped:
         how = "" if not chosen.rows_longer else ", longer rows continue in another sequence"
-        return f"{chosen.max_length:,} loses nothing{how}"
+        return f"max_length {chosen.max_length:,} loses nothing{how}"
     losses = [f"cuts {touched.rows_cut:,}"] if touched.rows_cut else []
     losses += [f"leaves out {touched.rows_dropped:,}"] if touched.rows_dropped else []
     kept = f"{max(loss_tokens - lost, 0) / max(loss_tokens, 1):.2%}" if lost else "all"
-    return (
-        f"{chosen.max_length:,} keeps {kept} of the loss tokens and {' and '.join(losses)} of {rows:,} rows"
-    )
+    lost_rows = f"{' and '.join(losses)} of {rows:,} rows"
+    return f"max_length {chosen.max_length:,} keeps {kept} of the loss tokens and {lost_rows}"
 
 
 def _packing(chosen: Candidate, length: Length, loss_tokens: int) -> Packing | None:
