@@ -132,7 +132,8 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
     foreign, missing = with_modules_that_are_there(foreign, imported.whole().model)
     assumed += missing
     wrote = imported.whole().model.dtype
-    is_open = imported.precision_is_open or wrote == "float16"
+    is_half = "float16" in (wrote, imported.pins.get("model.dtype"))
+    is_open = imported.precision_is_open or is_half
     hardware, budget = devices(asked, died, foreign.processes, may_lack_bfloat16=is_open)
     pins: dict[str, object] = {}
     if not hardware.has_bfloat16 and wrote == "bfloat16":

@@ -70,6 +70,8 @@ def speed_words(share: float) -> str:
     """A step's time as a share of another's: `3.9 times as slow as`, `20% faster than`."""
     if share >= 2:
         return f"{share:.1f} times as slow as"
+    if share <= 0.5:
+        return f"{1 / share:.1f} times as fast as"
     way = "slower" if share > 1 else "faster"
     return "as fast as" if abs(share - 1) < 0.02 else f"{abs(share - 1):.0%} {way} than"
 

@@ -60,6 +60,9 @@ def as_it_was(tool: Tool, reading: ToolReading, made: Translation) -> dict[str, 
     pins |= {
         key: value for key, (value, _) in reading.direct.items() if key in pins or key.startswith("cluster.")
     }
+    if made.recipe_keys.get("model.dtype", ("", ""))[0] == "float16" and pins["cluster.engine"] != "ddp":
+        # Other tools scale losses over shards, a recipe cannot.
+        pins["model.dtype"] = "float16"
     if _is_pure(tool, reading, made) and pins["cluster.engine"] == "ddp":
         pins["optim.master_weights"] = False
     if pins["memory.weights_offload"] == "on" and trl.get("use_peft"):

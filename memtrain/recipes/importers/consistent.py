@@ -71,7 +71,7 @@ CLASHES: tuple[Clash, ...] = (
         lambda made: (
             made.recipe_keys.get("model.dtype", ("", ""))[0] == "float16" and _has(made, "cluster.engine")
         ),
-        "shards do not scale the loss, which float16 needs; the device's own precision is taken",
+        "over shards the loss is not scaled, which float16 needs: card and engine choose the precision",
     ),
     Clash(
         "grpo.unbiased_kl",

@@ -241,9 +241,10 @@ def import_config(
             f"give one of {', '.join(IMPORTED)} with --method",
         )
     made = translated(tool, reading)
+    pins = as_it_was(tool, reading, made)
+    make_consistent(made)
     if has_stand_ins:
         _stand_in(made)
-    pins = as_it_was(tool, reading, made)
     if pins.get("optim.master_weights") is False:
         made.notes.append(
             f"dtype: bfloat16: {tool.title} steps such weights without float32 copies, which loses small "
@@ -289,7 +290,7 @@ def _free(made: Translation, processes: int) -> None:
 
 
 def translated(tool: Tool, reading: ToolReading) -> Translation:
-    """The keys of the recipe: by TRL's rules, and keys that TRL lacks."""
+    """The keys of the recipe: by TRL's rules, and keys that TRL lacks; keys may clash."""
     made = translate(
         reading.trl, reading.method, reading.processes, reading.assumed, f"{tool.title}'s default"
     )
@@ -303,10 +304,12 @@ def translated(tool: Tool, reading: ToolReading) -> Translation:
     made.recipe_keys = {
         key: (value, comment.replace("TRL", tool.title)) for key, (value, comment) in made.recipe_keys.items()
     } | reading.direct
-    make_consistent(made)
     return made
 
 
 def _notes(made: Translation) -> list[str]:
-    lines = [f"{one.key}: {inline(one.value)} is not carried over: {one.why}." for one in made.lost]
+    lines = [
+        f"{one.key}: {inline(one.value)} is not carried over: {one.why}{'' if one.why.endswith('?') else '.'}"
+        for one in made.lost
+    ]
     return lines + [f"note: {note}." for note in made.notes]

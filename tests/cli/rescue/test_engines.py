@@ -132,3 +132,15 @@ def test_an_old_card_computes_shards_in_float16(tmp_path: Path):
     assert found.was is not None
     assert (found.was.priced.settings.engine, found.was.priced.settings.dtype) == ("fsdp2", "float16")
     assert "dtype: float16  # the card has no bfloat16" in found.recipe_text
+
+
+def test_shards_that_were_asked_to_compute_in_float16_do_so(tmp_path: Path):
+    """`fp16: true` was left out beside an engine, and a V100's run was planned in float32."""
+    path = tmp_path / "dpo.yaml"
+    path.write_text(
+        "model_name_or_path: Qwen/Qwen2.5-0.5B\nstage: dpo\nfinetuning_type: full\ncutoff_len: 1024\n"
+        "deepspeed: ds_z3_config.json\nper_device_train_batch_size: 1\nfp16: true\n"
+    )
+    found = rescued(RescueQuestion(str(path), gpu="v100-16", num_gpus=8))
+    assert found.was is not None
+    assert (found.was.priced.settings.engine, found.was.priced.settings.dtype) == ("zero3", "float16")

@@ -141,12 +141,13 @@ def test_the_time_of_an_update_is_not_called_that_of_a_step_with_completions():
     ("share", "words"),
     [
         (1.01, "as fast as"),
-        (0.5, "50% faster than"),
+        (0.8, "20% faster than"),
+        (0.4, "2.5 times as fast as"),
         (1.5, "50% slower than"),
         (13.79, "13.8 times as slow as"),
     ],
 )
-def test_a_much_slower_step_is_told_as_a_multiple(share: float, words: str):
+def test_a_much_slower_or_faster_step_is_told_as_a_multiple(share: float, words: str):
     assert speed_words(share) == words
 
 

@@ -369,7 +369,7 @@ def test_fp16_stays_float16_where_its_loss_is_scaled(tmp_path: Path, engine: str
     )
     recipe, made = of_file(tmp_path, "sft.yaml", text, method="sft", processes=2)
     assert recipe.model.dtype == dtype
-    assert any("do not scale" in line for line in made.notes) == (dtype == "auto")
+    assert any("is not scaled" in line for line in made.notes) == (dtype == "auto")
 
 
 def test_a_script_of_trl_may_give_its_trainer_the_name_of_a_model(tmp_path: Path):
