@@ -26,6 +26,7 @@ from memtrain.memory.estimate.experts import (
 from memtrain.memory.estimate.flash_scratch import flash_scratch
 from memtrain.memory.estimate.quantized import packs_itself, unpacked
 from memtrain.memory.estimate.workload import Workload, once
+from memtrain.memory.model_shape.shape import MLP_NAMES
 
 
 def norm_kept(load: Workload, width: int, *, num_scales: int) -> int:
@@ -207,8 +208,8 @@ def mlp_backward(load: Workload) -> int:
         clamped = layer_kept(load) + a * N * shape.width + clamped_forward(load)
         of_experts = max(experts_backward(load, layer_kept(load)), clamped)
     if shape.num_expert_layers == shape.num_layers:
-        return of_experts + _scales_in_float(load) * 16 * N * widest_mlp(load)
-    if _scales_in_float(load):
+        return of_experts + _scales_in_float(load, *MLP_NAMES) * 16 * N * widest_mlp(load)
+    if _scales_in_float(load, *MLP_NAMES):
         return max(_magnitudes_backward(load), of_experts)
     if load.settings.liger:
         # Where the last map is adapted, gradients of its two products and their sum; its input is gone.
@@ -312,7 +313,7 @@ def layer_forward(load: Workload) -> int:
     """
     shape, N, a = load.shape, load.N, load.a
     product = a * N * 3 * shape.mlp_width + _adapted_forward(load)
-    product += _scales_in_float(load) * 8 * N * shape.mlp_width
+    product += _scales_in_float(load, *MLP_NAMES) * 8 * N * shape.mlp_width
     factor = 2 * a * N * shape.mlp_width + dequantized(load)
     if load.settings.quantize == "8bit" and not packs_itself(load.settings):
         factor = N * shape.width + N * shape.mlp_width * (a + 6 + a * (load.settings.dtype != "float16"))
@@ -360,11 +361,11 @@ def _last_norm_backward(load: Workload) -> int:
     return load.N * load.shape.width * (load.a + 20 - 4 * load.trains_all)
 
 
-def _scales_in_float(load: Workload) -> bool:
-    """Whether DoRA scales half-precision outputs by float32 magnitudes: its products are float32 for a
-    moment."""
+def _scales_in_float(load: Workload, *names: str) -> bool:
+    """Whether DoRA scales half-precision outputs of any of the maps by float32 magnitudes: its products are
+    float32 for a moment."""
     adapter = load.settings.adapter
-    return adapter is not None and adapter.kind == "dora" and load.is_half
+    return adapter is not None and adapter.kind == "dora" and load.is_half and adapts(load, *names)
 
 
 @once

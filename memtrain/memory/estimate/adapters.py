@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.model_shape.shape import Linear
@@ -82,6 +83,17 @@ def adds_in_one_kernel(load: Workload) -> bool:
         return False
     # Other tools' adapters are PEFT's.
     return load.batch.foreign is None and not shards_weights(load.settings)
+
+
+@once
+def without_adapters(load: Workload) -> Workload:
+    """The load of a pass with the adapters off: weights stay packed, and nothing is trained in whole."""
+    adapter = load.settings.adapter
+    if adapter is None:
+        return load
+    none: dict[str, object] = {"target_modules": (), "target_parameters": ()}
+    bare = load.settings.model_copy(update={"adapter": adapter.model_copy(update=none)})
+    return replace(load, settings=bare)
 
 
 def is_plain(adapter: Adapter) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memtrain.memory.estimate.auxiliary_models import headless
 from memtrain.memory.estimate.sharded.sharding import share
 from memtrain.memory.estimate.static import (
     COMPRESSED_GROUP,
@@ -53,15 +54,15 @@ def _of_bucket(load: Workload, *, accumulates: bool) -> int:
 
     A process of FSDP2 steps its rows of every tensor.
     """
-    settings, shape = load.settings, load.shape
-    largest, copied = 4 * share(largest_trained(settings, shape), settings, of="weights"), 0
+    settings, shapes = load.settings, _trained_shapes(load)
+    largest, copied = 4 * share(largest_trained(settings, load.shape), settings, of="weights"), 0
     if settings.master_weights and settings.shard_offload == "none":
-        copied = 4 * share(num_half(settings, shape), settings, of="weights")
-    trained = 4 * share(num_trained(settings, shape), settings, of="weights")
+        copied = 4 * share(sum(num_half(settings, one) for one in shapes), settings, of="weights")
+    trained = 4 * share(sum(num_trained(settings, one) for one in shapes), settings, of="weights")
     most = MASTER_BUCKET
     if settings.in_backward:
         # So many gradients wait for each other, and the one that comes last.
-        waiting = backward_bucket(gradient_bytes(settings, shape, accumulates=False))
+        waiting = backward_bucket(gradient_bytes(settings, load.shape, accumulates=False))
         most = min(most, largest + 4 * waiting // load.a)
     bucket = max(largest, min(most, copied)) if copied else 0
     is_wide = sums_wide(settings, accumulates=accumulates)
@@ -69,7 +70,7 @@ def _of_bucket(load: Workload, *, accumulates: bool) -> int:
     made = bucket if settings.copies != "float32" or settings.optimizer_offload else 0
     if settings.optimizer_offload and settings.copies != "stochastic":
         # Copies, or the bits beside the weights, of the bucket that comes or leaves meanwhile.
-        made += _neighbour(bucket, copied, settings, shape) // (1 if settings.copies == "float32" else 2)
+        made += _neighbour(bucket, copied, settings, load.shape) // (1 if settings.copies == "float32" else 2)
     moments = largest if settings.copies != "float32" else 0
     if settings.optimizer_offload and copied <= bucket:
         # Moments of the only bucket have left by then.
@@ -77,6 +78,11 @@ def _of_bucket(load: Workload, *, accumulates: bool) -> int:
     if settings.compressed_moments:
         moments = 2 * max(largest, min(most, trained)) + round(PACKED * largest)
     return (0 if is_wide else bucket) + made + moments
+
+
+def _trained_shapes(load: Workload) -> tuple[ModelShape, ...]:
+    """Shapes of the models that one optimizer steps: the policy's, and that of a value model of its own."""
+    return (load.shape, headless(load.shape)) if load.settings.value == "own" else (load.shape,)
 
 
 def scratch_of_tensor(load: Workload, num_weights: int, *, is_map: bool = True) -> int:
@@ -104,7 +110,7 @@ def offload_bucket(load: Workload) -> int:
     if not settings.optimizer_offload:
         return 0
     number_bytes = 4 if settings.master_weights else load.a
-    all_bytes = optimizer_bytes(settings, shape)
+    all_bytes = sum(optimizer_bytes(settings, one) for one in _trained_shapes(load))
     of_largest = 2 * share(largest_trained(settings, shape), settings, of="weights") * number_bytes
     bucket = max(of_largest, min(OFFLOAD_BUCKET, all_bytes))
     linear = share(shape.largest_linear, settings, of="weights")

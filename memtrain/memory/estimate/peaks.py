@@ -19,7 +19,7 @@ from memtrain.memory.estimate.activations import (
     norm_kept,
     scratch_at_peak,
 )
-from memtrain.memory.estimate.adapters import rounded_adapters
+from memtrain.memory.estimate.adapters import rounded_adapters, without_adapters
 from memtrain.memory.estimate.auxiliary_models import value_model
 from memtrain.memory.estimate.backward_steps import head_step, layer_steps
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
@@ -256,7 +256,8 @@ def reference_pass(load: Workload, head: HeadBytes) -> int:
     is_before = load.batch.asks is not HeadOutput.LOGPS or load.settings.sampler != "none"
     if is_before or load.settings.reference not in LIVE:
         return 0
-    return max(forward_of_layer(load), head.evaluation) + positions_and_mask(load)
+    asked = without_adapters(load) if load.settings.reference == "adapter_off" else load
+    return max(forward_of_layer(asked), head.evaluation) + positions_and_mask(load)
 
 
 def taught_states(load: Workload) -> Moment:

@@ -21,7 +21,7 @@ from memtrain.memory.estimate.activations import (
     whole_scores,
     windows_backward,
 )
-from memtrain.memory.estimate.adapters import is_plain, kept_by
+from memtrain.memory.estimate.adapters import adds_in_one_kernel, kept_by
 from memtrain.memory.estimate.context_parallel import num_gathered_kv
 from memtrain.memory.estimate.experts import experts_backward, stack_gradients
 from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch
@@ -98,8 +98,7 @@ def _at_last_map(part: Workload) -> int:
 def _forward_end(part: Workload) -> int:
     """Bytes of one slice at the end of its recomputation, where the last map's adapter is PEFT's own: the
     residual stream, that map's input and output, its adapter's product, and the same scaled; 0 elsewhere."""
-    adapter = part.settings.adapter
-    if adapter is None or is_plain(adapter) or not adapts(part, LAST):
+    if adds_in_one_kernel(part) or not adapts(part, LAST):
         return 0
     product = 0 if needs_product(part) else part.shape.mlp_width
     return layer_kept(part) + part.a * part.N * (product + 5 * part.shape.width)
