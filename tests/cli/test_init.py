@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from memtrain.__main__ import main
+from memtrain.cli.commands.quickstart import _print_sample
 from memtrain.recipes.registry import METHODS
 
 
@@ -84,3 +85,8 @@ def test_a_misspelled_dpo_is_not_taken_for_ppo(capsys: pytest.CaptureFixture[str
         assert "did you mean dpo or ppo?" in capsys.readouterr().err
     assert main(["check", "quickstart", "method=dppo"]) == 2
     assert "did you mean 'dpo' or 'ppo'?" in capsys.readouterr().err
+
+
+def test_the_sample_of_the_quickstart_keeps_its_lines(capsys: pytest.CaptureFixture[str]):
+    _print_sample([("sample: given", "1 + 1?\n"), ("sample: written", "1 + 1 = 2\n#### 2")])
+    assert capsys.readouterr().out == "\nsample: given\n1 + 1?\n\nsample: written\n1 + 1 = 2\n#### 2\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -54,9 +55,9 @@ def quickstart(
             ("peak memory, plain", f"{gib(plain.peak_bytes)} measured: the plan saves {saved:.0%}"),
             ("model", whole(folder.final)),
             ("report", whole(folder.report)),
-            *sample_rows(report),
         ],
     )
+    _print_sample(sample_rows(report))
     print_text()
     print_text(
         "The sample is a held-out problem, with the model's answer after it. A model this small learns "
@@ -66,3 +67,11 @@ def quickstart(
     print_text(
         f"Next: memtrain init sft -o my.yaml; memtrain sft my.yaml. The recipe here: {whole(folder.recipe)}"
     )
+
+
+def _print_sample(rows: Sequence[tuple[str, str]]) -> None:
+    """Name and text of each part of the sample, whose lines stay lines."""
+    for name, text in rows:
+        print_text()
+        for line in (name, *text.strip("\n").splitlines()):
+            print_text(line)

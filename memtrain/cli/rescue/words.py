@@ -114,7 +114,9 @@ def headroom_words(found: Rescue) -> str:
     if found.plan is None:
         return ""
     shares = [
-        one for one in found.plan.decisions if one.setting == "headroom" and one.reason.startswith("not left")
+        one
+        for one in found.plan.decisions
+        if one.setting == "headroom" and one.reason.startswith("not kept free")
     ]
     if not shares:
         return ""

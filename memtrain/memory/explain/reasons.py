@@ -130,10 +130,10 @@ def explain_headroom(
     """
     headroom = ledger.asked.recipe.memory.headroom
     if chosen.need_bytes > budget * (1 - headroom):
-        words = "not left: no plan does"
+        words = "not kept free: no plan does that"
         if roomy is not None:
             slower = time_words(roomy.token_s / chosen.token_s)
-            words = f"not left: the fastest plan that does needs {gib(roomy.need_bytes)}, {slower}"
+            words = f"not kept free: the fastest plan that does needs {gib(roomy.need_bytes)}, {slower}"
             words += ", and moves more to the host" if moves_more else ""
         ledger.decide("headroom", f"{headroom:.0%}", words, "memory.headroom")
     elif fullest is not None and fullest.need_bytes > chosen.need_bytes:

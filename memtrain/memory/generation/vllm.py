@@ -269,13 +269,13 @@ def with_engine(
 
 def _words(need: EngineNeed, keys: int) -> str:
     enough = (
-        "all completions that are generated at a time"
+        "for all completions that are generated together"
         if keys >= need.wanted_keys
-        else "fewer at a time; the rest waits"
+        else "for some of the completions; the others wait"
     )
     return (
-        f"a process of vLLM while it generates: weights {gib(need.weights)}, keys {gib(keys)} ({enough}), "
-        f"itself {gib(need.process)}"
+        f"vLLM's own process while it generates: weights {gib(need.weights)}, KV cache {gib(keys)} "
+        f"({enough}), the process itself {gib(need.process)}"
     )
 
 

@@ -58,7 +58,7 @@ def test_an_engine_that_takes_all_room_leaves_what_the_trainer_holds_with_its_ma
     """Keys of 100,000 completions are more than there is: the column of generation ends below the card."""
     many = GRPO | {"train__batch_size": 100_000, "generate__rows": 100_000}
     found = ask(on_h100, generate__vllm=PYTHON, **many)
-    assert "the rest waits" in decision(found, "sampler_bytes")
+    assert "the others wait" in decision(found, "sampler_bytes")
     writing = next(one for one in found.prediction.phases if one.phase == "generation")
     assert "weights on their way" in {one.owner for one in writing.owners}
     trainer = round(needed(writing.num_bytes, found.settings) * (1 + MARGIN_SHARE)) + MARGIN_BYTES
@@ -120,7 +120,7 @@ def test_less_room_means_fewer_keys_and_then_a_refusal(ask: Ask, on_h100: Planne
     share = (fixed + 100 * MIB) / on_h100.hardware.memory_bytes
     tight = ask(on_h100, generate__vllm=PYTHON | {"memory_share": share}, **GRPO)
     assert 99 * MIB < tight.settings.sampler_keys_bytes <= 100 * MIB
-    assert "the rest waits" in decision(tight, "sampler_bytes")
+    assert "the others wait" in decision(tight, "sampler_bytes")
     with pytest.raises(DoesNotFit, match="vLLM needs") as caught:
         ask(on_h100, generate__vllm=PYTHON | {"memory_share": 0.01}, **GRPO)
     assert "generate.backend: native" in caught.value.faults[0].fix

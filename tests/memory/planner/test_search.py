@@ -158,7 +158,7 @@ def test_headroom_that_costs_too_much_is_not_left_and_the_plan_says_so(
     resolved = ask(known, memory__budget=budget, memory__headroom=0.4)
     reason = next(one.reason for one in resolved.decisions if one.setting == "headroom")
     assert resolved.chosen.need_bytes > 0.6 * float(budget[:-3]) * GIB
-    assert "not left: the fastest plan that does needs" in reason
+    assert "not kept free: the fastest plan that does needs" in reason
 
 
 @pytest.mark.parametrize("layout", ["auto", "full"])
