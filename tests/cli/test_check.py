@@ -40,6 +40,17 @@ def test_a_valid_recipe_is_shown_with_where_each_key_was_said(capsys: pytest.Cap
     )
 
 
+def test_a_long_value_does_not_widen_the_table(folder: Path, capsys: pytest.CaptureFixture[str]):
+    prompts = ", ".join(f"a prompt of several words, number {at}" for at in range(9))
+    text = f"\neval: {{samples: {{prompts: [{prompts}]}}}}\n"
+    (folder / "my.yaml").write_text((folder / "my.yaml").read_text() + text)
+    assert main(["check", "my.yaml", "data.eval=a.jsonl"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) < 130
+    [row] = [line for line in shown if line.startswith("eval.samples.prompts")]
+    assert " ...  my.yaml:9:18" in row
+
+
 def test_all_shows_the_defaults_too(capsys: pytest.CaptureFixture[str]):
     assert main(["check", "my.yaml", "--all"]) == 0
     reported = capsys.readouterr().out

@@ -14,6 +14,9 @@ from memtrain.cli.output.terminal import print_table, print_text, whole
 if TYPE_CHECKING:
     from memtrain.recipes.reading.load import LoadedRecipe
 
+MOST_LETTERS = 60
+"""Letters of a value in the table. Taste."""
+
 
 def check(
     recipe: RecipeArgument,
@@ -45,7 +48,7 @@ def check(
     if rewrite:
         loaded = _rewritten(loaded, overrides or ())
     shown = [one for one in settings(loaded) if every or one[2] != "default"]
-    rows = [(key, value, whole(where)) for key, value, where in shown]
+    rows = [(key, _short(value), whole(where)) for key, value, where in shown]
     print_text(f"{whole(loaded.path)} is a valid {loaded.recipe.method} recipe.")
     in_files = [one for one in loaded.renamed if one.place.line]
     if in_files:
@@ -60,6 +63,11 @@ def check(
     if not every:
         print_text()
         print_text("Every other key has its default; --all shows them.")
+
+
+def _short(value: str) -> str:
+    """A value as a cell: a long list or mapping ends in dots, and stands whole at its place in the file."""
+    return value if len(value) <= MOST_LETTERS else f"{value[: MOST_LETTERS - 4]} ..."
 
 
 def _rewritten(loaded: LoadedRecipe, overrides: Sequence[str]) -> LoadedRecipe:
