@@ -109,5 +109,6 @@ def _peaks(rows: Sequence[Row]) -> Figure:
         predicted = [("predicted", float(row.predicted_bytes), "faint")]
         bars.append(Bar(label, predicted, gib(row.predicted_bytes)))
     longest = max((length for bar in bars for _, length, _ in bar.parts), default=0.0)
-    drawn = bar_chart(bars, "Peaks, measured and predicted", unit=memory_unit(longest))
-    return Figure("Peaks", drawn, (("measured", "c1"), ("predicted", "faint")))
+    title, unit = "Peaks, measured and predicted", memory_unit(longest)
+    drawn, narrow = (bar_chart(bars, title, unit=unit, is_narrow=is_narrow) for is_narrow in (False, True))
+    return Figure("Peaks", drawn, (("measured", "c1"), ("predicted", "faint")), narrow)

@@ -22,8 +22,8 @@ UNIT_ROOM = 14
 """Height above a chart for the unit of its upright axis."""
 FOOT = 21
 """Height below a chart's floor to the line of its steps: the lowest number is clear of it on a phone too."""
-LETTER = 6.9
-"""Width of a letter of the page's font at 12 px, at most: room is left for every text that is drawn."""
+LETTER, NARROW_LETTER = 6.9, 8.7
+"""Width of a letter of the page's font at 12 and at a phone's 15 px, at most: every text has its room."""
 ROUNDING = 1e-5
 """Share of a value by which others may differ from it and still be drawn as the same. Taste."""
 MOST_LETTERS = 40
@@ -128,18 +128,20 @@ def bar_chart(
     *,
     unit: tuple[str, float] = ("", 1.0),
     limit: tuple[str, float] | None = None,
+    is_narrow: bool = False,
 ) -> str:
     """An SVG of stacked horizontal bars on one scale, and a line at `limit` (name, value) when it is near.
 
     `unit`: name and size of the unit of the axis below. Labels and the texts behind the bars have the room
-    that they need: no bar and no text is clipped.
+    that they need: no bar and no text is clipped. `is_narrow`: for a phone, with the labels above the bars.
     """
     longest = max((sum(length for _, length, _ in bar.parts) for bar in bars), default=0.0)
     if longest <= 0:
         return ""
-    row = 26
-    left = min(max(len(bar.label) for bar in bars), MOST_LETTERS) * LETTER + 14
-    right = WIDTH - max(max(len(bar.text) for bar in bars) * LETTER + 10, 70.0)
+    width, letter, row, above = (SMALL_WIDTH, NARROW_LETTER, 46, 20) if is_narrow else (WIDTH, LETTER, 26, 0)
+    labels = len(unit[0]) if is_narrow else min(max(len(bar.label) for bar in bars), MOST_LETTERS)
+    left = labels * letter + 14
+    right = width - max(max(len(bar.text) for bar in bars) * letter + 10, 70.0)
     is_near = limit is not None and limit[1] <= 2 * longest
     end = max(longest, limit[1] if is_near and limit else 0.0)
     scale = (right - left) / end
@@ -153,11 +155,12 @@ def bar_chart(
             drawn.append(f'<text x="{x:.1f}" y="{foot + 15}" text-anchor="middle">{short(tick)}</text>')
     drawn.append(f'<text x="{left - 8:.1f}" y="{foot + 15}" text-anchor="end">{escape(unit[0])}</text>')
     texts: list[str] = []
+    name_place = 'x="0"' if is_narrow else f'x="{left - 8:.1f}" text-anchor="end"'
     for index, bar in enumerate(bars):
-        x, y = left, top + index * row
+        x, y = left, top + index * row + above
         name = bar.label if len(bar.label) <= MOST_LETTERS else f"{bar.label[: MOST_LETTERS - 1]}…"
         words = f"<title>{escape(bar.label)}</title>{escape(name)}" if name != bar.label else escape(name)
-        drawn.append(f'<text x="{left - 8:.1f}" y="{y + 13}" text-anchor="end">{words}</text>')
+        drawn.append(f'<text {name_place} y="{y + 13 - above}">{words}</text>')
         for name, length, colour in bar.parts:
             title = f"<title>{escape(name)}</title>"
             drawn.append(
@@ -169,8 +172,8 @@ def bar_chart(
     if is_near and limit is not None:
         x = left + limit[1] * scale
         drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 8}" y2="{foot}"/>')
-        drawn.append(limit_text(limit[0], x, top - 12, WIDTH))
-    return svg([*drawn, *texts], label, (WIDTH, foot + 22))
+        drawn.append(limit_text(limit[0], x, top - 12, width))
+    return svg([*drawn, *texts], label, (width, foot + 22))
 
 
 def histogram(
@@ -181,17 +184,19 @@ def histogram(
     marks: Sequence[tuple[str, int]] = (),
     unit: str = "tokens",
     height: int = 200,
+    is_narrow: bool = False,
 ) -> str:
     """An SVG of counts, with a line at `limit` between the bins and one at each mark; empty without counts.
 
     Every bar is as wide as any other and says its bounds (`data-first`, `data-last`); a line of the class
-    `cursor` waits outside for a script.
+    `cursor` waits outside for a script. `is_narrow`: for a phone, with fewer bounds below.
     """
     most = max((count for *_, count in bins), default=0)
     if not most:
         return ""
     ticks = nice_ticks(0, most)
-    right, bottom, top = WIDTH - RIGHT, height - BOTTOM, TOP + UNIT_ROOM
+    width, num_bounds = (SMALL_WIDTH, 5) if is_narrow else (WIDTH, 10)
+    right, bottom, top = width - RIGHT, height - BOTTOM, TOP + UNIT_ROOM
     step = (right - LEFT) / len(bins)
     drawn = [
         grid_line(f"{LEFT},{bottom - tick / ticks[-1] * (bottom - top):.1f}", right, short(tick))
@@ -200,24 +205,42 @@ def histogram(
     ]
     drawn += axis_unit("rows")
     drawn.append(f'<text x="{LEFT - 8}" y="{bottom + FOOT}" text-anchor="end">{escape(unit)}</text>')
-    every = -(-len(bins) // 10)
+    every = -(-len(bins) // num_bounds)
     for index, (lowest, bound, count) in enumerate(bins):
         x, tall = LEFT + index * step, count / ticks[-1] * (bottom - top)
         shape = f'x="{x + 0.5:.1f}" y="{bottom - tall:.1f}" width="{max(step - 1.5, 0.5):.1f}"'
         title = f"<title>{lowest:,} to {bound:,} {escape(unit)}: {count:,} rows</title>"
         bounds = f'data-first="{lowest}" data-last="{bound}"'
         drawn.append(f'<rect class="fill c1" {shape} height="{tall:.1f}" {bounds}>{title}</rect>')
-        if index % every == every - 1 or len(bins) <= 10:
+        if index % every == every - 1 or len(bins) <= num_bounds:
             middle = f'x="{x + step / 2:.1f}" y="{bottom + FOOT}" text-anchor="middle"'
             drawn.append(f"<text {middle}>{short(bound)}</text>")
     for name, value in marks:
-        drawn += _mark(name, LEFT + step * sum(bound < value for _, bound, _ in bins) + step / 2, bottom, top)
+        x = LEFT + step * sum(bound < value for _, bound, _ in bins) + step / 2
+        drawn += _mark(name, x, bottom, (top, width))
     drawn.append(f'<line class="cursor" y1="{top}" y2="{bottom}" x1="-9" x2="-9"/>')
     if limit is not None and any(bound > limit[1] for _, bound, _ in bins):
         x = LEFT + step * sum(bound <= limit[1] for _, bound, _ in bins)
         drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 8}" y2="{bottom}"/>')
-        drawn.append(limit_text(limit[0], x, top - 12, WIDTH))
-    return svg(drawn, label, (WIDTH, height))
+        drawn.append(limit_text(limit[0], x, top - 12, width))
+    return svg(drawn, label, (width, height))
+
+
+def histogram_figure(
+    bins: Sequence[Bin],
+    label: str,
+    *,
+    limit: tuple[str, int] | None = None,
+    marks: Sequence[tuple[str, int]] = (),
+    unit: str = "tokens",
+    height: int = 200,
+) -> Figure:
+    """The histogram for a page and for a phone."""
+    drawn, narrow = (
+        histogram(bins, label, limit=limit, marks=marks, unit=unit, height=height, is_narrow=is_narrow)
+        for is_narrow in (False, True)
+    )
+    return Figure(label, drawn, (), narrow)
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
@@ -305,7 +328,7 @@ def axis_unit(unit: str) -> list[str]:
 
 def limit_text(text: str, x: float, y: float, width: int) -> str:
     """The name of a line at `x`, in the middle above it, moved to where all of it is in the picture."""
-    half = len(text) * LETTER / 2
+    half = len(text) * (LETTER if width == WIDTH else NARROW_LETTER) / 2
     x = min(max(x, half + 2), width - half - 2)
     return f'<text class="value" x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{escape(text)}</text>'
 
@@ -319,10 +342,11 @@ def grid_line(place: str, right: float, text: str) -> str:
     )
 
 
-def _mark(name: str, x: float, bottom: float, top: float) -> list[str]:
+def _mark(name: str, x: float, bottom: float, top_and_width: tuple[int, int]) -> list[str]:
+    top, width = top_and_width
     return [
         f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>',
-        limit_text(name, x, top - 2, WIDTH),
+        limit_text(name, x, top - 2, width),
     ]
 
 

@@ -54,5 +54,7 @@ def memory_figure(rows: Sequence[OwnerBar], *, budget: int | None) -> Figure:
     bars = [Bar(row.label, parts(row), row.text) for row in rows]
     limit = (f"budget {gib(budget)}", float(budget)) if budget else None
     unit = memory_unit(max((row.num_bytes for row in rows), default=0))
-    drawn = bar_chart(bars, "Memory by phase and owner", unit=unit, limit=limit)
-    return Figure("Memory by phase and owner", drawn, tuple(colours.items()))
+    title = "Memory by phase and owner"
+    drawn = bar_chart(bars, title, unit=unit, limit=limit)
+    narrow = bar_chart(bars, title, unit=unit, limit=limit, is_narrow=True)
+    return Figure(title, drawn, tuple(colours.items()), narrow)

@@ -38,7 +38,13 @@ class Spot:
 
 
 def pareto_chart(
-    spots: Sequence[Spot], label: str, *, x_unit: str, y_unit: str, limit: tuple[str, float] | None = None
+    spots: Sequence[Spot],
+    label: str,
+    *,
+    x_unit: str,
+    y_unit: str,
+    limit: tuple[str, float] | None = None,
+    width: int = WIDTH,
 ) -> str:
     """An SVG of points and the steps of their frontier, both axes from zero.
 
@@ -48,7 +54,7 @@ def pareto_chart(
         return ""
     ordered = sorted(spots, key=lambda spot: (spot.x, spot.y))
     last = max(ordered[-1].x, limit[1] if limit else 0.0)
-    chart = _Chart(nice_ticks(0.0, last), nice_ticks(0.0, max(spot.y for spot in spots)), height=300)
+    chart = _Chart(nice_ticks(0.0, last), nice_ticks(0.0, max(spot.y for spot in spots)), 300, width)
     best, path = 0.0, []
     for spot in ordered:
         if spot.y > best:
@@ -63,9 +69,9 @@ def pareto_chart(
     if limit is not None:
         x = chart.place(limit[1], 0.0).split(",")[0]
         drawn.append(f'<line class="limit" x1="{x}" x2="{x}" y1="{chart.top - 6}" y2="{chart.bottom}"/>')
-        drawn.append(limit_text(limit[0], float(x), chart.top - 10, WIDTH))
+        drawn.append(limit_text(limit[0], float(x), chart.top - 10, width))
     drawn += [chart.dot(spot) for spot in ordered]
-    return svg(drawn, label, (WIDTH, chart.height))
+    return svg(drawn, label, (width, chart.height))
 
 
 def agreement_chart(
@@ -111,6 +117,7 @@ class _Chart:
     xs: Sequence[float]
     ys: Sequence[float]
     height: int
+    width: int = WIDTH
     is_log: bool = False
 
     @property
@@ -123,17 +130,17 @@ class _Chart:
 
     def place(self, x: float, y: float) -> str:
         """`x,y` in the picture."""
-        right = self._share(x, self.xs) * (WIDTH - RIGHT - LEFT)
+        right = self._share(x, self.xs) * (self.width - RIGHT - LEFT)
         up = self._share(y, self.ys) * (self.bottom - self.top)
         return f"{LEFT + right:.1f},{self.bottom - up:.1f}"
 
     def axes(self, x_unit: str, y_unit: str) -> list[str]:
         """Grid, numbers and units."""
-        drawn = [grid_line(self.place(self.xs[0], y), WIDTH - RIGHT, short(y)) for y in self.ys]
+        drawn = [grid_line(self.place(self.xs[0], y), self.width - RIGHT, short(y)) for y in self.ys]
         for x in self.xs:
             at = self.place(x, self.ys[0]).split(",")[0]
             drawn.append(f'<text x="{at}" y="{self.bottom + 17}" text-anchor="middle">{short(x)}</text>')
-        middle = (LEFT + WIDTH - RIGHT) / 2
+        middle = (LEFT + self.width - RIGHT) / 2
         words = f'<text x="{middle}" y="{self.height - 6}" text-anchor="middle">{escape(x_unit)}</text>'
         return [*drawn, words, *axis_unit(y_unit)]
 

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from memtrain.memory.plan.plan import Owned, PhasePeak
 from memtrain.trainers.pages.charts import (
     MOST_POINTS,
+    SMALL_WIDTH,
     WIDTH,
     Bar,
     Line,
     bar_chart,
     histogram,
+    histogram_figure,
     line_chart,
     nice_ticks,
     short,
@@ -127,6 +129,17 @@ def test_a_histogram_says_the_bounds_of_its_bars_and_marks_stand_in_the_middle_o
     assert "5 to 8 tokens: 4 rows" in drawn
 
 
+def test_a_histogram_of_a_phone_has_the_same_bars_and_fewer_bounds_below():
+    figure = histogram_figure(
+        [(8 * at + 1, 8 * at + 8, at) for at in range(1, 31)], "rows", marks=[("median", 99)]
+    )
+    bounds = [[one["data-last"] for one in rects(drawn)] for drawn in (figure.svg, figure.narrow_svg)]
+    assert bounds[0] == bounds[1]
+    texts = [drawn.count("<text") for drawn in (figure.svg, figure.narrow_svg)]
+    assert texts[1] == texts[0] - 5
+    assert f'viewBox="0 0 {SMALL_WIDTH} ' in figure.narrow_svg
+
+
 def test_bars_of_memory_are_as_long_as_their_owners_and_keep_one_colour_each():
     peak = PhasePeak(
         phase="step",
@@ -143,19 +156,22 @@ def test_bars_of_memory_are_as_long_as_their_owners_and_keep_one_colour_each():
     assert "<acts>" not in figure.svg
 
 
-def test_no_bar_label_or_text_of_a_bar_chart_leaves_the_picture():
-    """A letter is at most 7 px wide: the label ends left of the bars, and the text behind them fits."""
+@pytest.mark.parametrize(("is_narrow", "width", "letter"), [(False, WIDTH, 7), (True, SMALL_WIDTH, 8.75)])
+def test_no_bar_label_or_text_of_a_bar_chart_leaves_the_picture(is_narrow: bool, width: int, letter: float):
+    """A letter is at most so wide: the label ends left of the bars, or stands above, and texts behind fit."""
     bars = [
-        Bar("a long label of a phase, predicted", [("x", 10.0, "c1")], "123.45 GiB predicted (+12.3%)"),
+        Bar("a long label of a phase, predicted", [("x", 10.0, "c1")], "123.45 GiB (+12.3%)"),
         Bar("z" * 80, [("x", 9.0, "c1")], "8 GiB"),
     ]
-    drawn = bar_chart(bars, "bars", unit=("GiB", 1.0), limit=("budget 12.00 GiB", 12.0))
+    limit = ("budget 12.00 GiB", 12.0)
+    drawn = bar_chart(bars, "bars", unit=("GiB", 1.0), limit=limit, is_narrow=is_narrow)
     root = ElementTree.fromstring(drawn)
     for text in (one for one in root.iter() if one.tag.endswith("text")):
         x, letters = float(text.attrib["x"]), len((text[-1].tail if len(text) else text.text) or "")
-        room = {"end": (-7, 0), "middle": (-3.5, 3.5)}.get(text.attrib.get("text-anchor", ""), (0, 7))
+        sides = {"end": (-letter, 0), "middle": (-letter / 2, letter / 2)}
+        room = sides.get(text.attrib.get("text-anchor", ""), (0, letter))
         assert x + room[0] * letters >= 0
-        assert x + room[1] * letters <= WIDTH
+        assert x + room[1] * letters <= width
     assert "<title>" + "z" * 80 in drawn
     assert ">GiB</text>" in drawn
 

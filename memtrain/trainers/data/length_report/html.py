@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from memtrain.trainers.data.length_report.format import SHOWN, share, short
 from memtrain.trainers.data.length_report.result import Distribution, Inspection
-from memtrain.trainers.pages.charts import histogram
+from memtrain.trainers.pages.charts import Figure, histogram_figure
 from memtrain.trainers.pages.page import render
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -30,11 +30,11 @@ def page(found: Inspection) -> str:
     )
 
 
-def _chart(one: Distribution) -> str:
+def _chart(one: Distribution) -> Figure:
     """Rows by length, with the shares of the rows that end at some of them."""
     bins = [(bar.first, bar.last, bar.rows) for bar in one.bins]
     marks = [(name, point.tokens) for point in one.percentiles if (name := MARKED.get(point.percent))]
-    return histogram(bins, f"Rows by {one.name}", marks=marks, unit=one.unit, height=280)
+    return histogram_figure(bins, f"Rows by {one.name}", marks=marks, unit=one.unit, height=280)
 
 
 def script_safe(json: str) -> Markup:

@@ -10,7 +10,7 @@ from memtrain.memory.plan.units import gib, signed
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.pages.charts import (
     Figure,
-    histogram,
+    histogram_figure,
 )
 from memtrain.trainers.pages.memory_bars import MEASURED, OwnerBar, memory_figure, predicted_bar
 from memtrain.trainers.pages.page import render
@@ -164,7 +164,7 @@ def memory_of(report: Report) -> Figure:
     return memory_figure(rows, budget=report.plan.prediction.budget_bytes if report.plan else None)
 
 
-def _lengths(report: Report, data: DataEvent) -> tuple[str, str]:
+def _lengths(report: Report, data: DataEvent) -> tuple[Figure, str]:
     """(histogram of the lengths that a limit bounds, words about them)."""
     name, longest, words = "max_length", None, "tokens of a row"
     if report.plan is not None:
@@ -179,7 +179,7 @@ def _lengths(report: Report, data: DataEvent) -> tuple[str, str]:
     limit = (f"{name} {longest:,}", longest) if longest else None
     firsts = [1, *(bound + 1 for bound, _ in data.lengths)]
     bins = [(first, bound, count) for first, (bound, count) in zip(firsts, data.lengths, strict=False)]
-    return histogram(bins, f"Row lengths of {data.split}", limit=limit), words
+    return histogram_figure(bins, f"Row lengths of {data.split}", limit=limit), words
 
 
 def _environment(report: Report) -> list[tuple[str, str]]:

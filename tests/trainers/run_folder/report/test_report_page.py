@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ def step(number: int, **extra: float) -> StepEvent:
     )
 
 
-def page_of(path: Path, plan: Plan | None, events: list[Event]) -> str:
+def page_of(path: Path, plan: Plan | None, events: Sequence[Event]) -> str:
     folder = RunFolder(path / "run")
     folder.path.mkdir()
     if plan is not None:

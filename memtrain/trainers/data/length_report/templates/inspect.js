@@ -21,23 +21,27 @@ function html(parent, name, className, text) {
   return node;
 }
 
+/** One drawing: the bars beyond max_length in another colour, and the line before them. */
+function drawLimit(svg, isCut) {
+  let place = null;
+  for (const bar of svg.querySelectorAll("rect.fill")) {
+    const first = +bar.dataset.first, last = +bar.dataset.last;
+    const isLost = isCut && first > shown;
+    bar.classList.toggle("lost", isLost);
+    bar.classList.toggle("c1", !isLost);
+    if (isCut && first <= shown && shown <= last) {
+      place = +bar.getAttribute("x") + (+bar.getAttribute("width") * (shown - first + 1)) / (last - first + 1);
+    }
+  }
+  const line = svg.querySelector(".cursor");
+  for (const end of ["x1", "x2"]) line.setAttribute(end, place === null ? -9 : place);
+}
+
 /** The chart of the part that is looked at: bars longer than max_length are lost, and a line stands before them. */
 function drawBars() {
   for (const chart of document.querySelectorAll("#chart .part")) {
     chart.hidden = chart.dataset.name !== part.name;
-    const isCut = chart.dataset.unit === "tokens";
-    let place = null;
-    for (const bar of chart.querySelectorAll("rect.fill")) {
-      const first = +bar.dataset.first, last = +bar.dataset.last;
-      const isLost = isCut && first > shown;
-      bar.classList.toggle("lost", isLost);
-      bar.classList.toggle("c1", !isLost);
-      if (isCut && first <= shown && shown <= last) {
-        place = +bar.getAttribute("x") + (+bar.getAttribute("width") * (shown - first + 1)) / (last - first + 1);
-      }
-    }
-    const line = chart.querySelector(".cursor");
-    for (const end of ["x1", "x2"]) line.setAttribute(end, place === null ? -9 : place);
+    for (const svg of chart.querySelectorAll("svg")) drawLimit(svg, chart.dataset.unit === "tokens");
   }
 }
 
