@@ -164,9 +164,7 @@ def _model_refusal(backend: AttentionBackend, facts: AttentionFacts) -> str | No
             return f"the model's attention {name} {tokens:,} tokens and max_length is not bounded"
         if tokens < facts.longest_row_tokens:
             span = f"max_length is {facts.longest_row_tokens:,}"
-            return (
-                f"the model's attention {name} {tokens:,} tokens and {span}; lower max_length to {tokens:,}"
-            )
+            return f"the model's attention {name} {tokens:,} tokens and {span}; lower max_length to {tokens}"
     return None
 
 

@@ -141,7 +141,7 @@ def context_faults(recipe: Recipe, config: Mapping[str, object]) -> list[tuple[s
             (
                 f"{rule.summary}, and each process sees only a slice of the row",
                 PATH,
-                f"remove it for this model, or set length.max_length to at most {rule.tokens:,}",
+                f"remove it for this model, or set length.max_length to at most {rule.tokens}",
             )
         )
     return faults

@@ -204,7 +204,7 @@ def refuse_past_positions(ledger: DecisionLog, num_positions: int | None, longes
         ledger.refuse(
             f"the longest row has {padded:,} tokens, but the model has only {num_positions:,} positions",
             "length.max_length",
-            f"set it to at most {num_positions // multiple * multiple:,}",
+            f"set it to at most {num_positions // multiple * multiple}",
         )
 
 

@@ -60,7 +60,7 @@ def _refuse_growing(ledger: DecisionLog, rule: LengthRule, longest: int) -> None
     generate = ledger.asked.recipe.generation
     room = rule.tokens - (longest - generate.max_tokens)
     lower = (
-        f"set generate.max_tokens to at most {room:,}" if room > 0 else f"keep prompts below {rule.tokens:,}"
+        f"set generate.max_tokens to at most {room}" if room > 0 else f"keep prompts below {rule.tokens:,}"
     )
     ledger.refuse(
         f"prompt and completion may have {longest:,} tokens, and {rule.summary}: a completion that grows "

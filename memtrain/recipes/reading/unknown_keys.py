@@ -37,6 +37,9 @@ def unknown_key(
         return Unknown(
             f"{shown}: `{dotted(path)}` is no list here", f"leave the number out: `{name}`", (name,)
         )
+    if re.fullmatch(r"\d{3}", key) and entry is None:
+        fix = "write the number before it without a comma, which ends a value within { }: 2048, not 2,048"
+        return Unknown(f"{shown}: a number in place of a key", fix, ())
     here = dotted(tuple(part for part in (*path, key) if not isinstance(part, int)))
     old = IN_SECTION.get(here) or RENAMED_KEYS.get(key) or RENAMED_KEYS.get(key.lower().replace("-", "_"))
     if old is not None:
