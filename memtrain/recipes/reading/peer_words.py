@@ -1,6 +1,8 @@
 """Words of TRL, Axolotl, LLaMA-Factory and Unsloth with a counterpart of another form, or with none."""
 
-_NOT_DONE = "remove it: no counterpart here"
+from memtrain.recipes.reading.peer_run_words import NOT_DONE as _NOT_DONE
+from memtrain.recipes.reading.peer_run_words import PEER_RUN_WORDS
+
 _LAYERS = f"{_NOT_DONE}; train every weight, or an adapter (`model.adapter`)"
 _ONE_RATE = f"{_NOT_DONE}; all weights have one rate, `optim.lr`"
 _OTHER_OPTIMIZER = (
@@ -13,8 +15,77 @@ _KERNELS = "`model.kernels`, or `model.liger`"
 _CLIP = "`grpo.clip_low`, and `grpo.clip_high`"
 DOUBLE_QUANT = "remove it: `model.quantize: 4bit` is NF4 with double quantization always"
 
+_SHAPE = "remove it: the architecture is read from the model's config.json"
+_MERGED_BEFORE = "remove it: merge that adapter (memtrain merge), and name the result in `model.path`"
+_OTHER_BITS = f"{_NOT_DONE}; the forms of weights are those of `model.quantize`"
+_FROM_ZERO = f"{_NOT_DONE}; an adapter begins at zero"
+_TARGETS = "`model.adapter.target_modules`"
+_TEXT = "remove it: memtrain trains on text; vision-language models are planned"
+_PACKS_ALL = "remove it: rows are packed over the whole data (`length.packing: bfd`)"
+
 PEER_WORDS: dict[str, str] = {
+    **PEER_RUN_WORDS,
     # model
+    **dict.fromkeys(
+        ("model_type", "tokenizer_type", "tokenizer_use_fast", "is_mistral_derived_model", "strict"), _SHAPE
+    ),
+    "_component_": "remove it: `model.path`, `data.train` and `optim.kind` say it",
+    **dict.fromkeys(("checkpointer", "checkpoint_dir", "checkpoint_files", "sft_model_path"), "`model.path`"),
+    **dict.fromkeys(("lora_model_dir", "adapter_name_or_path", "create_new_adapter"), _MERGED_BEFORE),
+    "pure_bf16": "`model.dtype: bfloat16`, and `optim.master_weights: false`",
+    "load_in_16bit": "`model.dtype`, without `model.quantize`",
+    "quantization_method": "`model.quantize` (4bit or 8bit, by bitsandbytes)",
+    "quantizer": "`model.quantize` (4bit or 8bit)",
+    **dict.fromkeys(
+        ("gptq", "torchao", "fp8", "qat", "load_in_fp8", "qat_scheme", "use_fp8_training", "float8_kv_cache"),
+        _OTHER_BITS,
+    ),
+    "peft_use_rslora": "`model.adapter.rslora`",
+    **dict.fromkeys(("init_lora_weights", "peft_init_lora_weights", "pissa_init", "pissa_iter"), _FROM_ZERO),
+    **dict.fromkeys(
+        (
+            *("layers_to_transform", "layers_pattern", "peft_layers_to_transform"),
+            *("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output"),
+            *("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
+        ),
+        _TARGETS,
+    ),
+    "disable_dropout": "`model.adapter.dropout: 0.0`",
+    "optim_target_modules": _OTHER_OPTIMIZER,
+    **dict.fromkeys(("galore_rank", "galore_target"), _OTHER_OPTIMIZER),
+    "lr_groups": _ONE_RATE,
+    **dict.fromkeys(("use_llama_pro", "freeze_extra_modules"), _LAYERS),
+    "eager_attention": "`model.attention: transformers`",
+    "flex_attention": "`model.attention: flex`",
+    "s2_attention": _NOT_DONE,
+    **dict.fromkeys(
+        ("booster", "use_kernels", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), _KERNELS
+    ),
+    "overrides_of_model_config": f"{_NOT_DONE}; positions are scaled by `model.rope_scaling`",
+    "cast_lm_head_to_fp32": "remove it: log-probs are summed in float32",
+    "eos_token": "`model.tokenizer` (another end token is set in the files of a tokenizer)",
+    "pad_token": "remove it: padding is neither attended to nor in the loss",
+    "eot_tokens": "remove it: the end of a turn is that of the chat template",
+    "tokens": "`model.add_tokens`",
+    "fix_untrained_tokens": f"{_NOT_DONE}; new tokens are named in `model.add_tokens`",
+    **dict.fromkeys(("finetune_vision_layers", "media_dir", "image_max_pixels", "video_max_pixels"), _TEXT),
+    # rows
+    "pretraining_dataset": "`data.train`, with `data.streaming`",
+    "dataset_kwargs": "remove it: rows are prepared in one way, and rows of token ids are used as they are",
+    "shuffle_dataset": "`train.shuffle`",
+    "disable_shuffling": "`train.shuffle: false`",
+    "train_on_input": "`data.completion_only_loss` (its opposite)",
+    **dict.fromkeys(("instruction_part", "response_part"), _RESPONSES),
+    "ignore_pad_token_for_loss": "remove it: padding is never in the loss",
+    "tool_format": "remove it: the chat template writes tools and their calls",
+    "efficient_eos": "remove it: the end of a turn is that of the chat template",
+    "excess_length_strategy": "`length.truncation`",
+    "min_sample_len": f"{_NOT_DONE}; short rows are trained on",
+    **dict.fromkeys(("packed", "neat_packing"), "`length.packing: bfd`"),
+    **dict.fromkeys(
+        ("sample_packing_group_size", "sample_packing_bin_size", "multipack_real_batches"), _PACKS_ALL
+    ),
+    "use_logits_to_keep": "remove it: logits are made of loss tokens alone",
     "base_model_config": "`model.config`",
     "is_llama_derived_model": "remove it: the model's own configuration says so",
     "lora_fan_in_fan_out": "remove it: it is known by the kind of the layer",

@@ -56,9 +56,9 @@ def unknown_key(
     other = difflib.get_close_matches(key.lower(), RENAMED_KEYS, n=1, cutoff=0.8)
     if other and _likeness(key, other[0]) > max((_likeness(key, one) for one in (*near, *leaves)), default=0):
         advice = RENAMED_KEYS[other[0]]
-        fix = (
-            f"did you mean '{other[0]}'? R{advice[1:]}" if advice.startswith("remove") else f"write {advice}"
-        )
+        # Another tool's word that only looks alike: a guess, and told as one.
+        fix = f"did you mean '{other[0]}'? "
+        fix += f"R{advice[1:]}" if advice.startswith("remove") else f"Write {advice}"
         return Unknown(f"{shown}: unknown key", fix, tuple(re.findall(r"`([\w.]+)", advice)))
     if near:
         return _did_you_mean(shown, near, [dotted((*path, name)) for name in near])

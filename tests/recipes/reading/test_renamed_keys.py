@@ -108,8 +108,31 @@ def test_capitals_and_dashes_do_not_hide_an_old_spelling():
 )
 def test_a_misspelt_old_spelling_leads_to_our_key(key: str, ours: str):
     found = unknown_key(key, Recipe, ())
-    assert found.fix.startswith(f"write `{ours}`")
+    assert found.fix.startswith("did you mean '")
+    assert f"? Write `{ours}`" in found.fix
     assert found.meant == (ours,)
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("galore_rank", "`optim.kind`"),
+        ("load_in_16bit", "`model.dtype`"),
+        ("num_iterations", "`grpo.updates_per_rollout`"),
+        ("num_ppo_epochs", "`ppo.updates_per_rollout`"),
+        ("local_rank", "remove it: the launcher"),
+        ("flex_attention", "`model.attention: flex`"),
+        ("peft_use_rslora", "`model.adapter.rslora`"),
+        ("log_every_n_steps", "`log.every_steps`"),
+        ("checkpointer", "`model.path`"),
+        ("packed", "`length.packing: bfd`"),
+        ("ddp", "`cluster.engine`"),
+        ("use_swanlab", "remove it"),
+    ],
+)
+def test_a_word_of_another_trainer_is_not_taken_for_one_that_looks_alike(word: str, ours: str):
+    """`load_in_16bit` led to 8-bit weights, `galore_rank` to the rank of an adapter."""
+    assert unknown_key(word, Recipe, ()).fix.removeprefix("write ").startswith(ours)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +181,14 @@ PEERS += [
     "mask_truncated_completions",
 ]
 PEERS += ["token", "images"]
+# Of TRL, Axolotl, LLaMA-Factory, Unsloth and torchtune, as people have them in their files.
+PEERS += ["shuffle_dataset", "disable_dropout", "f_divergence_type", "kl_coef", "cliprange", "lam", "judge"]
+PEERS += ["model_type", "lora_model_dir", "loss_watchdog_threshold", "noisy_embedding_alpha", "eot_tokens"]
+PEERS += ["excess_length_strategy", "lora_mlp_kernel", "do_bench_eval", "test_datasets", "wandb_name"]
+PEERS += ["booster", "neat_packing", "infer_backend", "pure_bf16", "use_muon", "predict_with_generate"]
+PEERS += ["use_gradient_checkpointing", "max_lora_rank", "gpu_memory_utilization", "instruction_part"]
+PEERS += ["_component_", "checkpoint_dir", "optimizer_in_bwd", "clip_grad_norm", "fsdp_cpu_offload"]
+PEERS += ["run_val_every_n_steps", "metric_logger", "apply_lora_to_mlp", "enable_async_checkpointing"]
 
 
 @pytest.mark.parametrize("word", PEERS)
