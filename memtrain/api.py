@@ -24,6 +24,7 @@ from memtrain.errors import Fault, MemtrainError, RecipeError
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.reading.load import load_recipe as read_recipe
 from memtrain.recipes.reading.overrides import words_given_in
+from memtrain.recipes.reading.shipped import COMMAND_LINE
 
 if TYPE_CHECKING:
     from memtrain.cli.plan.answer import Answer
@@ -240,7 +241,9 @@ def _errorsof_python() -> Iterator[None]:
 
 
 def of_python(text: str) -> str:
-    """`add --gpu h100` as `add gpu="h100"`."""
+    """`add --gpu h100` as `add gpu="h100"`, and the place of a word that was given as an argument."""
+    if text == COMMAND_LINE:
+        return "the arguments"
     for option, word in _WORDS:
         text = text.replace(option, word)
     return _OPTION.sub(_argument, text)

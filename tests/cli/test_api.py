@@ -11,7 +11,7 @@ import pytest
 import memtrain
 from memtrain.__main__ import main
 from memtrain.api import of_python
-from memtrain.errors import RecipeError
+from memtrain.errors import DataError, RecipeError
 from memtrain.trainers.protocols.events import StepEvent
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.metrics import MetricsWriter
@@ -93,6 +93,9 @@ def test_errors_name_the_argumentsof_python_and_no_options():
         "   at: num_gpus\n"
         '  try: add gpu="h100", or another kind'
     )
+    with pytest.raises(DataError) as gone:
+        memtrain.inspect_lengths("gone.jsonl", tokenizer="builtin:tiny")
+    assert gone.value.faults[0].where == "the arguments"
     assert of_python("keep them and choose another --run-dir; --no-resume removes them") == (
         "keep them and choose another run_dir; resume=False removes them"
     )
