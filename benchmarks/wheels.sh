@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
 # Collects into .whl/ what a machine without a network lacks to run this tree beside its own torch and transformers:
-# wheels for Linux x86-64 and the Python of that machine (PYTHON_VERSION, 3.12), about 9 MB. `--peers` adds trl, for
-# the comparison. See docs/offline.md.
+# wheels for Linux x86-64 and the Python of that machine (PYTHON_VERSION, 3.12), about 9 MB. `--all` adds what a machine
+# with torch and transformers alone lacks, about 80 MB; `--peers` adds trl, for the comparison. See docs/offline.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=.whl version=${PYTHON_VERSION:-3.12} python=${PYTHON:-python3}
 names=(pydantic pydantic-core annotated-types typing-inspection omegaconf datasets dill multiprocess xxhash liger-kernel bitsandbytes)
-[ "${1:-}" = --peers ] && names+=(trl==1.16.0)
+for word in "$@"; do
+  case $word in
+    --all) names+=(accelerate peft psutil pyarrow pandas python-dateutil six tzdata requests urllib3 charset-normalizer certifi) ;;
+    --peers) names+=(trl==1.16.0) ;;
+    *) echo "unknown word: $word (--all, --peers)" >&2; exit 2 ;;
+  esac
+done
 platforms=()
 for tag in manylinux_2_28 manylinux_2_27 manylinux_2_24 manylinux_2_17 manylinux2014 manylinux1; do
   platforms+=(--platform "${tag}_x86_64")

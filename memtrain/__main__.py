@@ -7,8 +7,9 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.util import find_spec
 
-from memtrain.errors import EXIT_OUR_FAULT, LaunchError, MemtrainError, printable
+from memtrain.errors import EXIT_OUR_FAULT, OR, LaunchError, MemtrainError, printable
 
 OF_A_NAME = {
     errno.ENAMETOOLONG: "give a shorter name",
@@ -17,6 +18,14 @@ OF_A_NAME = {
     errno.EROFS: "give a folder that can be written",
 }
 """Faults of the system that are of a name which was given, with the way out."""
+
+NEEDS = {
+    **{name: name for name in ("torch", "transformers", "accelerate", "datasets", "peft", "pydantic")},
+    **{name: name for name in ("omegaconf", "typer", "rich", "safetensors", "tokenizers", "jinja2")},
+    **{name: name for name in ("numpy", "psutil", "pyarrow", "xxhash")},
+    "yaml": "pyyaml",
+}
+"""Packages without which memtrain does not run, by the name that they are imported by."""
 
 EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
@@ -50,8 +59,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fault = LaunchError(f"{name} cannot be used: {error.strerror}", name, OF_A_NAME[error.errno])
         print(fault.text(), file=sys.stderr)
         return fault.exit_code
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in NEEDS:
+            return _our_fault()
+        fault = missing_packages()
+        print(fault.text(), file=sys.stderr)
+        return fault.exit_code
     except Exception:
         return _our_fault()
+
+
+def missing_packages() -> LaunchError:
+    """The packages of memtrain that this Python lacks, and the two ways to them; a tree is used without an
+    installation where there is no network."""
+    names = [package for module, package in NEEDS.items() if find_spec(module) is None]
+    are = "is" if len(names) == 1 else "are"
+    return LaunchError(
+        f"{', '.join(names)} {are} not installed, and memtrain needs {'it' if len(names) == 1 else 'them'}",
+        sys.executable,
+        f"pip install {' '.join(names)}{OR}without a network: collect them with benchmarks/wheels.sh --all "
+        "where there is one (docs/offline.md)",
+    )
 
 
 def _our_fault() -> int:
