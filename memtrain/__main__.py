@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(fault.text(), file=sys.stderr)
         return fault.exit_code
     except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] not in NEEDS:
+        name = str(error.name).partition(".")[0]
+        if name not in NEEDS or find_spec(name) is not None:
             return _our_fault()
         fault = missing_packages()
         print(fault.text(), file=sys.stderr)

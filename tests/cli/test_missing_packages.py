@@ -41,11 +41,12 @@ def test_a_missing_package_is_no_bug_of_memtrain(
     )
 
 
+@pytest.mark.parametrize("module", ["gone", "torch.gone"])
 def test_another_module_that_is_missing_is_a_bug(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def run(arguments: object) -> int:
-        raise ModuleNotFoundError("No module named 'gone'", name="gone")
+        raise ModuleNotFoundError(f"No module named '{module}'", name=module)
 
     monkeypatch.setattr("memtrain.cli.app.run", run)
     assert main(["doctor"]) == 70
