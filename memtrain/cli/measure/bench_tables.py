@@ -9,7 +9,7 @@ import typer
 
 from memtrain.cli.measure.bench import Bench, Row
 from memtrain.cli.output.terminal import print_table, print_text
-from memtrain.memory.plan.units import gib, signed
+from memtrain.memory.plan.units import count_of, gib, signed
 from memtrain.trainers.pages.charts import Bar, Figure, bar_chart
 from memtrain.trainers.pages.memory_bars import memory_unit
 from memtrain.trainers.pages.page import render
@@ -40,10 +40,8 @@ NOTE = (
 def heading(made: Bench) -> str:
     """Subject, device and repetitions of the measurements."""
     times = "once" if made.repeats == 1 else f"{made.repeats} times each, in turns"
-    return (
-        f"{made.method}: {made.recipe} on {made.device}; {made.steps} timed steps, {times}, each in "
-        "its own process"
-    )
+    steps = count_of(made.steps, "timed step")
+    return f"{made.method}: {made.recipe} on {made.device}; {steps}, {times}, each in its own process"
 
 
 def sections(made: Bench) -> list[tuple[str, Sequence[Row]]]:

@@ -146,7 +146,9 @@ def bar_chart(
     end = max(longest, limit[1] if is_near and limit else 0.0)
     scale = (right - left) / end
     top = TOP + (UNIT_ROOM if is_near else 0)
-    foot = top + row * len(bars)
+    # Above a bar without a label no room is left for one: it belongs to the bar before it.
+    rows = [row if bar.label else row - above for bar in bars]
+    foot = top + sum(rows)
     drawn: list[str] = []
     for tick in nice_ticks(0.0, end / unit[1]):
         x = left + tick * unit[1] * scale
@@ -157,7 +159,7 @@ def bar_chart(
     texts: list[str] = []
     name_place = 'x="0"' if is_narrow else f'x="{left - 8:.1f}" text-anchor="end"'
     for index, bar in enumerate(bars):
-        x, y = left, top + index * row + above
+        x, y = left, top + sum(rows[: index + 1]) - row + above
         name = bar.label if len(bar.label) <= MOST_LETTERS else f"{bar.label[: MOST_LETTERS - 1]}…"
         words = f"<title>{escape(bar.label)}</title>{escape(name)}" if name != bar.label else escape(name)
         drawn.append(f'<text {name_place} y="{y + 13 - above}">{words}</text>')

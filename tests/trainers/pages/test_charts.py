@@ -129,6 +129,13 @@ def test_a_histogram_says_the_bounds_of_its_bars_and_marks_stand_in_the_middle_o
     assert "5 to 8 tokens: 4 rows" in drawn
 
 
+def test_a_bar_without_a_label_stands_close_below_the_one_before_it_on_a_phone():
+    bars = [Bar(label, [("x", 1.0, "c1")], "1") for label in ("first", "", "second")]
+    tops = [float(one["y"]) for one in rects(bar_chart(bars, "bars", is_narrow=True))]
+    assert tops[1] - tops[0] == 26
+    assert tops[2] - tops[1] == 46
+
+
 def test_a_histogram_of_a_phone_has_the_same_bars_and_fewer_bounds_below():
     figure = histogram_figure(
         [(8 * at + 1, 8 * at + 8, at) for at in range(1, 31)], "rows", marks=[("median", 99)]
