@@ -88,16 +88,17 @@ def line_chart(
     ticks = nice_ticks(min(0.0, *values) if from_zero else min(values), max(values))
     low, high = ticks[0], ticks[-1]
     right, bottom, top = width - RIGHT, height - BOTTOM, TOP + (UNIT_ROOM if unit else 0)
+    words = tick_words(ticks)
+    left = max(LEFT, round(max(map(len, words)) * (LETTER if width == WIDTH else NARROW_LETTER) + 10))
 
     def place(point: Point) -> str:
-        x = LEFT + (point[0] - low_x) / (high_x - low_x) * (right - LEFT)
+        x = left + (point[0] - low_x) / (high_x - low_x) * (right - left)
         y = bottom - (point[1] - low) / (high - low) * (bottom - top)
         return f"{x:.1f},{y:.1f}"
 
-    words = tick_words(ticks)
     drawn = [grid_line(place((low_x, y)), right, word) for y, word in zip(ticks, words, strict=True)]
     drawn += axis_unit(unit)
-    drawn.append(f'<text x="{LEFT - 8}" y="{bottom + FOOT}" text-anchor="end">step</text>')
+    drawn.append(f'<text x="{left - 8}" y="{bottom + FOOT}" text-anchor="end">step</text>')
     for tick in nice_ticks(low_x, high_x):
         if low_x <= tick <= high_x and tick == int(tick):
             x = place((tick, low)).split(",")[0]
@@ -111,7 +112,7 @@ def line_chart(
             drawn += [_dot(place(point), one.colour) for point in one.points if math.isfinite(point[1])]
     chart_data = {
         "x": [low_x, high_x],
-        "px": [LEFT, right],
+        "px": [left, right],
         "lines": [
             {"name": one.name, "points": [[x, y if math.isfinite(y) else None] for x, y in one.points]}
             for one in shown

@@ -104,6 +104,14 @@ def test_a_chart_of_nothing_is_left_out(drawn: str):
     assert drawn == ""
 
 
+@pytest.mark.parametrize(("width", "letter"), [(WIDTH, 6.9), (SMALL_WIDTH, 8.7)])
+def test_long_numbers_of_an_axis_have_their_room(width: int, letter: float):
+    drawn = line_chart([Line("a", [(1.0, -0.069062), (2.0, -0.069068)], "c1")], "loss", width=width)
+    found = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="end">(-[\d.]+)</text>', drawn)
+    assert len(found) > 2
+    assert min(float(x) - letter * len(text) for x, text in found) >= 0
+
+
 def test_a_chart_of_one_step_is_drawn():
     assert "polyline" in line_chart([Line("a", [(1.0, 2.0)], "c1")], "one")
 
