@@ -25,6 +25,8 @@ from memtrain.recipes.sections.base import UNITS, Section, parse_bytes
 from memtrain.recipes.sections.methods.pair_losses import PAIR_LOSSES
 
 THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
+MOST_NAMED_TWICE = 8
+"""Legal words that stand in the advice too; of more, the error has the list. Taste."""
 _YES = ("yes", "on", "y", "true")
 _NO = ("no", "off", "n", "false")
 
@@ -77,6 +79,8 @@ def way_out(path: Path, annotation: Annotation, node: Node) -> str:
     default = default_words(section, str(key)) if section is not None and isinstance(key, str) else ""
     if default:
         return f"change it, or remove it{default}"
+    if len(words) > MOST_NAMED_TWICE:
+        return "write one of these names, or remove it"
     return f"write {describe(annotation)}" if words else sentence(path)
 
 
@@ -88,6 +92,8 @@ def _section_for(section: type[Section], value: object, key: str) -> str:
     first = next((name for name, each in fields.items() if not choices(each)), "")
     if type(value) in (int, str) and first and type(value) in [base for base, _ in parts(fields[first])]:
         return f"write {key}: {{{first}: {value}}}"
+    if isinstance(value, str) and (listed := _required_list(section)):
+        return f"write {key}: {{{listed}: {value}}}"
     return f"write its keys on the lines below `{key}:`"
 
 

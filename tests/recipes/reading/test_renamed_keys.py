@@ -2,6 +2,7 @@ import re
 
 import pytest
 
+from memtrain.errors import RecipeError
 from memtrain.recipes.reading.field_types import (
     choices,
     every_key,
@@ -195,3 +196,32 @@ PEERS += ["run_val_every_n_steps", "metric_logger", "apply_lora_to_mlp", "enable
 def test_no_word_of_another_trainer_is_answered_with_a_list_of_all_keys(word: str):
     fix = unknown_key(word, Recipe, ()).fix
     assert fix.startswith(("write `", "remove it"))
+
+
+MODEL_AND_DATA = "model: {path: builtin:tiny}\ndata: {train: builtin:arithmetic}\n"
+
+
+@pytest.mark.parametrize("key", ["rewards", "eval.metrics"])
+def test_a_function_in_the_place_of_its_section_leads_to_the_line_to_write(key: str):
+    section, _, inner = key.partition(".")
+    written = f"{section}: {{{inner}: ./f.py:exact}}" if inner else f"{section}: ./f.py:exact"
+    method = "sft" if inner else "grpo"
+    text = (
+        f"method: {method}\nmodel: {{path: builtin:tiny}}\ndata: {{train: builtin:arithmetic}}\n{written}\n"
+    )
+    with pytest.raises(RecipeError) as caught:
+        load_text(text, "r.yaml")
+    fixes = [one.fix for one in caught.value.faults]
+    assert f"write {inner or section}: {{functions: ./f.py:exact}}" in fixes
+
+
+def test_a_long_list_of_names_is_told_once():
+    """The same 28 names stood in the error and in the advice."""
+    text = (
+        "method: sft\nmodel: {path: builtin:tiny}\ndata: {train: builtin:arithmetic}\nmemory: {use: [zzz]}\n"
+    )
+    with pytest.raises(RecipeError) as caught:
+        load_text(text, "r.yaml")
+    (fault,) = caught.value.faults
+    assert fault.what.startswith("memory.use.0: 'zzz' is not one of padding_free, ")
+    assert fault.fix == "write one of these names, or remove it"
