@@ -45,7 +45,7 @@ def tool_calls(text: str) -> list[ToolCall]:
     if marked:
         return [_marked(one) for one in marked]
     if IN_TAGS.search(text):
-        return [_tagged(*one.groups(), PARAMETER) for one in IN_TAGS.finditer(text)]
+        return [_tagged(one[1], one[2], PARAMETER) for one in IN_TAGS.finditer(text)]
     if AFTER_A_NAME.match(text):
         return _after_names(text)
     bare = WITH_BARE_JSON.fullmatch(text.rstrip())
