@@ -561,6 +561,11 @@ ZERO = {
     "ZeRO-3, bfloat16, checkpointed": sft(QWEN, zero(3, QWEN) | EVERY | HALF | {"master_weights": True}),
     "ZeRO-3, LoRA, checkpointed": sft(LLAMA, zero(3) | EVERY | {"adapter": LORA}),
     "ZeRO-3, dpo, a copy": Case("dpo", LLAMA, zero(3) | {"reference": "copy"} | EVERY | SHARED),
+    "ZeRO-1, dpo, adapter off": Case("dpo", LLAMA, zero(1) | LORA_OFF | SHARED),
+    "ZeRO-2, bfloat16": sft(LLAMA, zero(2) | HALF | {"master_weights": True}),
+    "ZeRO-3, dpo, a copy, layers kept": Case("dpo", LLAMA, zero(3) | {"reference": "copy"} | SHARED),
+    "ZeRO-3, dpo, adapter off": Case("dpo", LLAMA, zero(3) | LORA_OFF | EVERY | HALF | SHARED),
+    "ZeRO-3, distill, a model": Case("distill", SMALL, zero(3) | TAUGHT),
 }
 """Traced, and run, where DeepSpeed is installed."""
 CASES = RANKS | STRATEGIES | METHODS | ARCHITECTURES

@@ -33,8 +33,10 @@ from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
 from memtrain.memory.estimate.sharded.zero import (
     TO_SAVE,
+    Asked,
     between_steps,
     gathered_module,
+    reference_weights,
     saved_whole,
     zero_moments,
 )
@@ -65,6 +67,9 @@ from memtrain.memory.plan.settings import Settings
 
 Moment = dict[str, int]
 """Bytes by owner at one moment."""
+
+ReferenceWeights = tuple[int, int]
+"""Bytes of whole weights in a layer's turn and in the head's."""
 
 LIVE = ("copy", "synced", "adapter_off")
 """References that are asked between the policy's forward and backward passes."""
@@ -138,7 +143,10 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
     settings, shape = load.settings, load.shape
     if uses_zero(settings):
         resting, last = _resting(load, has_state=has_state), _resting(load, has_state=True)
-        return zero_moments(load, resting, last, kept(load), holds=accumulates)
+        head = head_bytes(load, trains_head=trains_head(settings))
+        passing = reference_pass(load, head, reference_weights(load))
+        asked = Asked(passing, taught_moment(load), taught_states(load))
+        return zero_moments(load, resting, last, kept(load), asked, holds=accumulates)
     if shards_weights(settings):
         return _sharded_moments(load, has_state=has_state, accumulates=accumulates)
     head = head_bytes(load, trains_head=trains_head(settings))
@@ -250,14 +258,19 @@ def offloaded_backward(load: Workload) -> int:
     return load.a * load.N * (6 * widest_mlp(load) + 3 * load.shape.width)
 
 
-def reference_pass(load: Workload, head: HeadBytes) -> int:
+def reference_pass(load: Workload, head: HeadBytes, gathered: ReferenceWeights = (0, 0)) -> int:
     """Bytes of a reference's forward pass while the policy's activations wait; 0 where none is asked then:
-    completions that a sampler wrote are scored before the step."""
+    completions that a sampler wrote are scored before the step.
+
+    `gathered`: whole weights, where a reference lies in parts, in a layer and in the head.
+    """
     is_before = load.batch.asks is not HeadOutput.LOGPS or load.settings.sampler != "none"
     if is_before or load.settings.reference not in LIVE:
         return 0
     asked = without_adapters(load) if load.settings.reference == "adapter_off" else load
-    return max(forward_of_layer(asked), head.evaluation) + positions_and_mask(load)
+    in_layer, in_head = gathered
+    passing = max(forward_of_layer(asked) + in_layer, head.evaluation + in_head)
+    return passing + positions_and_mask(load)
 
 
 def taught_states(load: Workload) -> Moment:

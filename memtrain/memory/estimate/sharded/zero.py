@@ -1,17 +1,20 @@
 """Bytes of a rank under DeepSpeed's ZeRO: the engine's own, beside weights, copies and states.
 
 Source: measured with deepspeed 0.19.8 on two gloo ranks (torch 2.13, CPU, float32; 4 layers of width 256,
-tied and untied, with and without checkpointing): counted live tensors told which buffers live together. In
-half precision, and with more ranks, it was not measured.
+tied and untied, with and without checkpointing): counted live tensors told which buffers live together. Half
+precision, four ranks, references and teachers are held against traces by
+tests/trainers/tools/trace/test_trace_zero.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import layer_backward, norm_backward
 from memtrain.memory.estimate.head import head_bytes
 from memtrain.memory.estimate.kept import Kept
+from memtrain.memory.estimate.sharded.sharding import GATHERED, groups
 from memtrain.memory.estimate.sharded.zero_config import bucket_of, stage_of
 from memtrain.memory.estimate.static import (
     num_trained,
@@ -20,7 +23,7 @@ from memtrain.memory.estimate.static import (
     waits_on_host,
     weights_bytes,
 )
-from memtrain.memory.estimate.workload import Workload
+from memtrain.memory.estimate.workload import HeadOutput, Workload
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
 
@@ -53,6 +56,18 @@ def gathered_module(load: Workload) -> int:
     return _live(load, load.a * max(shape.num_embedding, shape.num_head, _matrix(shape)))
 
 
+def reference_weights(load: Workload) -> tuple[int, int]:
+    """Bytes of whole weights in a layer's turn and in the head's of a reference's pass under stage 3: a copy
+    lies in FSDP2's shards, and the policy itself is gathered module by module."""
+    if stage_of(load.settings) < 3:
+        return 0, 0
+    if load.settings.reference == "adapter_off":
+        return load.a * _matrix(load.shape), gathered_module(load)
+    cut = groups(load.settings.model_copy(update={"adapter": None}), load.shape)
+    outer = max(cut.head.weights, cut.embedding.weights)
+    return cut.root.weights + GATHERED * cut.layer.weights, cut.root.weights + GATHERED * outer
+
+
 def _live(load: Workload, needed: int) -> int:
     """Bytes of weights that stage 3 has gathered where so many are needed: in another tool's run as many
     stay as DeepSpeed's defaults let, which every known file of a tool has (`LIVE_NUMBERS`)."""
@@ -61,15 +76,27 @@ def _live(load: Workload, needed: int) -> int:
     return max(needed, load.a * min(load.shape.num_parameters, LIVE_NUMBERS))
 
 
+class Asked(NamedTuple):
+    """What a step asks of other models, in bytes."""
+
+    reference: int
+    """Pass of a reference between the policy's two, with the weights that it gathers."""
+    before: Moment
+    """A teacher's pass before the student's."""
+    taught: Moment
+    """A teacher's side, from before the student's pass until the loss is made."""
+
+
 def zero_moments(
     load: Workload,
     resting: Mapping[str, int],
     last: Mapping[str, int],
     kept: Kept,
+    asked: Asked,
     *,
     holds: bool,
 ) -> list[Moment]:
-    """The moments of an optimizer step at which memory can be highest.
+    """The moments of an optimizer step at which memory can be highest, on the rank that needs the most.
 
     `resting`: what rests from the step's start on, `last`: at its end. `kept`: see estimate. `holds`: the
     step has several micro-batches, so gradients are there from the start of each.
@@ -77,41 +104,103 @@ def zero_moments(
     settings, shape = load.settings, load.shape
     everything, of_last, first, at_loss = kept
     head = head_bytes(load, trains_head=trains_head(settings))
-    is_third, trains_all = stage_of(settings) == 3, settings.adapter is None
-    part = _part(settings, shape)
-    before, after = {
-        1: (static_bytes(settings, shape).gradients if holds else 0, static_bytes(settings, shape).gradients),
-        2: (part if holds else 0, 2 * part if holds else part),
-        3: (part, part),
-    }[stage_of(settings)]
+    is_third = stage_of(settings) == 3
+    made = _gradients(load, holds=holds)
     outer = load.a * max(shape.num_embedding, shape.num_head)
-    # When the last layer's backward pass begins, only those of the head are there (stage 2: its buckets too).
-    early = max(before, min(after, outer)) if trains_all and stage_of(settings) != 2 else after
-    layer = load.a * shape.num_per_layer(expert=shape.num_expert_layers > 0)
-    fresh = (2 * load.a * _matrix(shape) if is_third else layer) if trains_all else 0
-    # The head's gradient waits for the embedding's, where they are one weight.
-    fresh += load.a * shape.num_embedding if is_third and trains_all and shape.tied else 0
-    recomputed = layer if settings.checkpoint_every else load.a * _matrix(shape)
     rest: Moment = dict(resting) | {"reduce buffers": _bucket(settings, shape)}
-    forward = rest | {"gradients": before, "activations": at_loss + head.norm}
-    backward = rest | {"gradients": after + fresh, "recomputation": layer_backward(load)}
-    backward |= {"gathered weights": _live(load, recomputed) if is_third else 0}
+    teacher = load.batch.teacher
+    of_teacher = {"teacher's pass": 0 if teacher is None else teacher.head}
+    # In stages 1 and 2 the bucket is made as the first gradient comes, and let go after the last micro-batch.
+    ahead = rest if is_third or holds else dict(resting)
+    forward = {"gradients": made.before, "activations": at_loss + head.norm} | of_teacher
     seen = {"gathered weights": _live(load, outer) if is_third else 0}
-    made = outer if is_third and trains_all else 0
+    backward = rest | {"recomputation": layer_backward(load)} | _gathered_again(load, outer)
     return [
-        forward | seen | {"logits": head.forward},
-        forward | seen | {"logits": head.backward},
-        forward | seen | {"gradients": before + made, "logits": norm_backward(load)},
-        backward | {"activations": everything - of_last, "gradients": early + fresh},
-        backward | {"activations": first},
+        ahead | {"gradients": made.before} | asked.before,
+        ahead | {"gradients": made.before} | asked.taught,
+        ahead | forward | {"logits": head.kept, "reference's pass": asked.reference},
+        ahead | forward | seen | {"logits": head.forward},
+        rest | forward | seen | {"logits": head.backward},
+        rest
+        | forward
+        | seen
+        | {"gradients": made.after_loss, "logits": norm_backward(load), "teacher's pass": 0},
+        backward | {"activations": everything - of_last, "gradients": made.in_last},
+        backward | {"activations": first, "gradients": made.in_first},
         # While the update is made gradients lie once as they came and once end to end; stages 1 and 2 take
         # their norm in float64 before, in the first step before there is a state. Source: deepspeed 0.19.8,
         # stage_1_and_2.py, get_grad_norm_direct.
-        *([] if is_third else [dict(resting) | {"gradients": 3 * part}]),
+        *([] if is_third else [dict(resting) | {"gradients": 3 * _part(settings, shape)}]),
         dict(last)
         | {"reduce buffers": _bucket(settings, shape) if is_third else 0}
-        | {"gradients": 2 * part},
+        | {"gradients": 2 * _part(settings, shape)},
     ]
+
+
+def _gathered_again(load: Workload, outer: int) -> Moment:
+    """Weights that stage 3 has gathered in a layer's backward pass: a layer's where it is computed again, and
+    a frozen head that log-probs are computed from again."""
+    settings, shape = load.settings, load.shape
+    if stage_of(settings) < 3:
+        return {}
+    layer = load.a * shape.num_per_layer(expert=shape.num_expert_layers > 0)
+    needed = layer if settings.checkpoint_every else load.a * _matrix(shape)
+    is_head = not trains_head(settings) and load.batch.asks is HeadOutput.LOGPS
+    return {"gathered weights": _live(load, needed) + outer * is_head}
+
+
+class _Gradients(NamedTuple):
+    """Bytes of gradients in the order of a backward pass."""
+
+    before: int
+    after_loss: int
+    in_last: int
+    in_first: int
+
+
+def _gradients(load: Workload, *, holds: bool) -> _Gradients:
+    """Gradients of the rank that needs the most: in stage 1 whole ones, which stay until the last micro-batch
+    is through; in stages 2 and 3 as long as they are not summed, and a rank's part.
+
+    A tied head's gradient waits for the embedding's. In stage 2 the last rank has its part as soon as the
+    head is summed, others when their weights' turn comes; from then on it is there twice where it is added
+    to.
+    """
+    settings, shape, trains_all = load.settings, load.shape, load.settings.adapter is None
+    part, matrix = _part(settings, shape), load.a * _matrix(shape) * trains_all
+    waits = load.a * shape.num_embedding * (trains_all and shape.tied)
+    ends = load.a * max(shape.num_embedding, shape.num_head) * trains_all
+    if stage_of(settings) == 3:
+        return _Gradients(part, part + ends, part + 2 * matrix + waits, part + 2 * matrix + waits)
+    if stage_of(settings) == 2:
+        largest, of_last = (_laid_out(settings, shape, is_last=one) for one in (False, True))
+        there = max(largest, of_last * (1 + holds)) + waits
+        return _Gradients(largest * holds, there, there, there)
+    whole = static_bytes(settings, shape).gradients
+    if holds:
+        return _Gradients(whole, whole + waits, whole + waits + matrix, whole + waits + matrix)
+    if not trains_all:
+        return _Gradients(0, whole, whole, whole)
+    layer = load.a * shape.num_per_layer(expert=shape.num_expert_layers > 0)
+    of_embedding = 0 if shape.tied else load.a * shape.num_embedding
+    later = whole - layer - of_embedding + matrix
+    return _Gradients(0, min(whole, ends), min(whole, ends + matrix), max(later, ends + matrix))
+
+
+def _laid_out(settings: Settings, shape: ModelShape, *, is_last: bool) -> int:
+    """Bytes in which stage 2 lays out the gradients of one rank's weights, where whole weights are trained:
+    all of each weight of which any part is the rank's.
+
+    Source: deepspeed 0.19.8, stage_1_and_2.py, copy_grads_in_partition (`total_size`).
+    """
+    part = _part(settings, shape)
+    if settings.adapter is not None or not part:
+        return part
+    numbers = -(-shape.num_parameters // settings.num_processes)
+    ends = (shape.num_head,) if is_last else (shape.num_embedding, shape.num_head)
+    # A rank with the rest of a weight that is larger than a part has all of it, and what follows.
+    spread = [end + (-end) % numbers for end in ends if end > numbers]
+    return 4 * (max(numbers, *spread, 0) + _matrix(shape))
 
 
 def saved_whole(settings: Settings, shape: ModelShape) -> int:

@@ -28,15 +28,20 @@ Rules = dict[Any, Callable[..., Any]]
 
 @contextmanager
 def as_fake_ranks(settings: Settings) -> Iterator[None]:
-    """Context in which this process is rank 0 of the run; its collectives move nothing and make their usual
-    allocations."""
+    """Context in which this process is a rank of the run; its collectives move nothing and make their usual
+    allocations.
+
+    Rank 0, whose part is the largest where rows are dealt; under ZeRO-2 the last, which has its part of the
+    gradients as soon as the head is summed, while all activations are there.
+    """
     if settings.num_processes == 1:
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _give_collectives_a_shape()
-    dist.init_process_group("fake", rank=0, world_size=settings.num_processes, store=FakeStore())
+    rank = settings.num_processes - 1 if settings.engine == "zero2" else 0
+    dist.init_process_group("fake", rank=rank, world_size=settings.num_processes, store=FakeStore())
     try:
         yield
     finally:

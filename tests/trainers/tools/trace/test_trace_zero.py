@@ -36,7 +36,22 @@ def test_a_trace_of_deepspeeds_engine_finds_the_peak_of_the_real_allocator(name)
     case = ZERO[name]
     found, real = trace(case.job).recorder.peak_bytes, real_peak(case.job)
     assert real - NOTES - random_states(case.job) <= found <= real + random_states(case.job)
-    assert case.estimated().peak.num_bytes == pytest.approx(found, rel=0.12)
+
+
+ASKED = ("ZeRO-1, dpo, adapter off", "ZeRO-2, bfloat16", "ZeRO-3, dpo, a copy, layers kept")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ASKED else pytest.param(name, marks=pytest.mark.slow) for name in ZERO]
+)
+def test_the_arithmetic_follows_the_trace_of_the_rank_that_needs_the_most(name):
+    """Passes of references and teachers amid the step were not counted: up to 10 % too low. Of four ranks
+    that share a tied embedding the second needs the most, and the last is traced."""
+    case = ZERO[name]
+    peak, found = case.estimated().peak, trace(case.job).recorder.peak_bytes
+    batch = sum(one.num_bytes for one in peak.owners if one.owner == "batch")
+    most = 1.07 if name == "ZeRO-2, four ranks, accumulating" else 1.045
+    assert found * 0.999 <= peak.num_bytes - batch <= found * most
 
 
 @pytest.mark.slow
@@ -71,7 +86,7 @@ def test_two_ranks_that_are_there_need_what_a_played_one_does(name):
     while a rank waits for the other on a busy machine: the lowest of three runs counts."""
     peaks = [peaks_of_ranks(name) for _ in range(3 if name == "ZeRO-3" else 1)]
     found = trace(ZERO[name].job).recorder.peak_bytes
-    assert found == pytest.approx(min(map(min, peaks)), rel=0.07 if name == "ZeRO-3" else 0.01)
+    assert found == pytest.approx(min(map(max, peaks)), rel=0.07 if name == "ZeRO-3" else 0.01)
 
 
 def peaks_of_ranks(name):
