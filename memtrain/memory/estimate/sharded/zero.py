@@ -77,7 +77,7 @@ def _live(load: Workload, needed: int) -> int:
 
 
 class Asked(NamedTuple):
-    """What a step asks of other models, in bytes."""
+    """Bytes of the passes that a step asks of other models."""
 
     reference: int
     """Pass of a reference between the policy's two, with the weights that it gathers."""
