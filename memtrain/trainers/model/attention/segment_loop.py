@@ -52,17 +52,18 @@ class SegmentLoop:
         query_GKTD, out_GKTD = fold(query_THD, K), fold(out_THD, K)
         key_GKTD, value_GKTD = expand(key_TKD, H // K), expand(value_TKD, H // K)
         lse_GKT = lse_HT.view(K, H // K, T).transpose(0, 1)
-        for q0, q1, k0, k1 in part.spans():
-            queries, keys = (2, q0, q1 - q0), (2, k0, k1 - k0)
+        queries, keys = part.lengths()
+        segments = zip(
+            *(one.split(queries, 2) for one in (query_GKTD, out_GKTD, lse_GKT)),
+            *(one.split(keys, 2) for one in (key_GKTD, value_GKTD)),
+            strict=True,
+        )
+        for query_GKLD, into_GKLD, lse_into_GKL, key_GKLD, value_GKLD in segments:
             out_GKLD, lse_GKL = cls.attended(
-                query_GKTD.narrow(*queries),
-                key_GKTD.narrow(*keys),
-                value_GKTD.narrow(*keys),
-                is_causal=part.is_causal,
-                scale=scale,
+                query_GKLD, key_GKLD, value_GKLD, is_causal=part.is_causal, scale=scale
             )
-            out_GKTD.narrow(*queries).copy_(out_GKLD)
-            lse_GKT.narrow(*queries).copy_(lse_GKL)
+            into_GKLD.copy_(out_GKLD)
+            lse_into_GKL.copy_(lse_GKL)
         return out_THD, lse_HT
 
     @classmethod
@@ -88,27 +89,49 @@ class SegmentLoop:
         key_GKTD, value_GKTD = expand(key_TKD, G), expand(value_TKD, G)
         lse_GKT = lse_HT.view(K, G, T).transpose(0, 1)
         dq_GKTD, dk_KTD, dv_KTD = fold(dq_THD, K), dk_TKD.transpose(0, 1), dv_TKD.transpose(0, 1)
-        for q0, q1, k0, k1 in part.spans():
-            queries, keys = (2, q0, q1 - q0), (2, k0, k1 - k0)
+        queries, keys = part.lengths()
+        segments = zip(
+            *(one.split(queries, 2) for one in (grad_GKTD, query_GKTD, out_GKTD, lse_GKT, dq_GKTD)),
+            *(one.split(keys, 2) for one in (key_GKTD, value_GKTD)),
+            *(one.split(keys, 1) for one in (dk_KTD, dv_KTD)),
+            strict=True,
+        )
+        for (
+            grad_GKLD,
+            query_GKLD,
+            out_GKLD,
+            lse_GKL,
+            into_GKLD,
+            key_GKLD,
+            value_GKLD,
+            dk_KLD,
+            dv_KLD,
+        ) in segments:
             dq_GKLD, dk_GKLD, dv_GKLD = cls.gradients(
-                grad_GKTD.narrow(*queries),
-                query_GKTD.narrow(*queries),
-                key_GKTD.narrow(*keys),
-                value_GKTD.narrow(*keys),
-                out_GKTD.narrow(*queries),
-                lse_GKT.narrow(*queries).contiguous(),
+                grad_GKLD,
+                query_GKLD,
+                key_GKLD,
+                value_GKLD,
+                out_GKLD,
+                lse_GKL.contiguous(),
                 is_causal=part.is_causal,
                 scale=scale,
             )
-            dq_GKTD.narrow(*queries).copy_(dq_GKLD)
-            dk_KTD.narrow(1, k0, k1 - k0).copy_(_over_group(dk_GKLD))
-            dv_KTD.narrow(1, k0, k1 - k0).copy_(_over_group(dv_GKLD))
+            into_GKLD.copy_(dq_GKLD)
+            write_sum(dk_GKLD, dk_KLD)
+            write_sum(dv_GKLD, dv_KLD)
         return dq_THD, dk_TKD, dv_TKD
 
 
-def _over_group(gradient_GKLD: Tensor) -> Tensor:
-    """[K, L, D]: the sum over the heads that share a key."""
-    return gradient_GKLD[0] if gradient_GKLD.shape[0] == 1 else gradient_GKLD.sum(0)
+def write_sum(gradient_GKLD: Tensor, into_KLD: Tensor) -> None:
+    """Write the sum over the G heads that share a key, rounded once."""
+    if len(gradient_GKLD) == 1:
+        into_KLD.copy_(gradient_GKLD[0])
+    elif len(gradient_GKLD) == 2:
+        # A reduction over so few takes several times as long.
+        torch.add(gradient_GKLD[0], gradient_GKLD[1], out=into_KLD)
+    else:
+        torch.sum(gradient_GKLD, 0, out=into_KLD)
 
 
 def _lse_dtype(tensor: Tensor) -> torch.dtype:
