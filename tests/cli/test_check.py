@@ -458,3 +458,26 @@ def test_a_reward_that_needs_a_column_which_the_rows_lack_is_refused_before_the_
     assert "g.yaml:4:" in reported
     (folder / "p.jsonl").write_text('{"prompt": "a?", "answer": "b"}\n' * 3)
     assert main(["check", "g.yaml"]) == 0
+
+
+def test_an_environment_is_looked_at_before_the_run(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """Its file, its class, and the columns that its `reset` takes, at the line or word that names it."""
+    (folder / "env.py").write_text(
+        "class Env:\n    def reset(self, gold): ...\n    def step(self, text): ...\n"
+        "def f(completion, environment):\n    return 1.0\n"
+    )
+    (folder / "p.jsonl").write_text('{"prompt": "a?", "answer": "b"}\n' * 3)
+    (folder / "g.yaml").write_text(
+        "method: grpo\nmodel: {path: builtin:tiny}\ndata: {train: p.jsonl}\n"
+        "rewards: {functions: ./env.py:f, environment: {path: ./env.py:Env}}\n"
+    )
+    assert main(["check", "g.yaml"]) == 2
+    reported = capsys.readouterr().err
+    assert "./env.py:Env.reset needs gold, which the rows do not have" in reported
+    assert "at: g.yaml:4:" in reported
+    assert main(["check", "g.yaml", "rewards.environment.path=./env.py:Gone"]) == 2
+    reported = capsys.readouterr().err
+    assert "./env.py has no class 'Gone'" in reported
+    assert "at: from the command line: `rewards.environment.path=./env.py:Gone`" in reported
+    (folder / "p.jsonl").write_text('{"prompt": "a?", "gold": "b"}\n' * 3)
+    assert main(["check", "g.yaml"]) == 0

@@ -106,7 +106,7 @@ def test_zero_std_groups_are_replaced_by_other_prompts(tmp_path: Path, cache: Pa
     ("override", "error", "words"),
     [
         ("{file}:heard", RecipeError, "is not an environment: it is not a class with a method `step`"),
-        ("{file}:Nobody", RecipeError, "has no function 'Nobody'"),
+        ("{file}:Nobody", RecipeError, "has no class 'Nobody'"),
         ("{file}:Late", DataError, "step returned a int"),
         ("Echo", RecipeError, "'Echo' is not a class"),
     ],

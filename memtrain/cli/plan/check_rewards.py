@@ -12,7 +12,8 @@ from memtrain.recipes.sections.evaluation import Metrics
 from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.data.store.held_out_prompts import COLUMNS
 from memtrain.trainers.data.store.token_store import TokenStore
-from memtrain.trainers.online.rewards.declared import declared_functions
+from memtrain.trainers.online.rewards.declared import check_declared_environment, declared_functions
+from memtrain.trainers.online.rewards.environment import PLACE
 from memtrain.trainers.online.rewards.functions import ENVIRONMENT, check_columns
 from memtrain.trainers.online.rewards.reading import prompt_of_row, reader_of
 
@@ -30,9 +31,12 @@ def check_rewards(loaded: LoadedRecipe, data: PreparedData | None = None) -> Non
         if rewards is None:
             return
         found = declared_functions(rewards)
-        if data is not None:
-            store = TokenStore.open(data.train.folder)
-            check_columns(found, _given(rewards, store.columns(0)))
+        store = TokenStore.open(data.train.folder) if data is not None else None
+        columns = None if store is None else list(store.columns(0))
+        if rewards.environment is not None:
+            check_declared_environment(rewards.environment, columns)
+        if store is not None:
+            check_columns(found, _given(rewards, columns or ()))
             _check_models(rewards, store)
     except RecipeError as error:
         raise _at_their_lines(loaded, error) from None
@@ -41,12 +45,13 @@ def check_rewards(loaded: LoadedRecipe, data: PreparedData | None = None) -> Non
 def _at_their_lines(loaded: LoadedRecipe, error: RecipeError) -> RecipeError:
     """The error with the lines of the functions that it is about."""
     is_ours = (f"{Rewards.KEY}.functions", f"{Metrics.KEY}.functions")
-    return RecipeError(
-        [
-            replace(one, where=loaded.where(one.where)) if one.where.startswith(is_ours) else one
-            for one in error.faults
-        ]
-    )
+
+    def place(where: str) -> str:
+        if where == PLACE:
+            return loaded.nearest(f"{PLACE}.path")
+        return loaded.where(where) if where.startswith(is_ours) else where
+
+    return RecipeError([replace(one, where=place(one.where)) for one in error.faults])
 
 
 def check_first_row(loaded: LoadedRecipe, columns: Sequence[str]) -> None:
@@ -59,9 +64,13 @@ def check_first_row(loaded: LoadedRecipe, columns: Sequence[str]) -> None:
         return
     try:
         found = declared_functions(rewards)
+        if rewards.environment is not None:
+            check_declared_environment(rewards.environment)
     except RecipeError:  # Told already, by check_rewards.
         return
     try:
+        if rewards.environment is not None:
+            check_declared_environment(rewards.environment, columns)
         check_columns(found, _given(rewards, columns))
     except RecipeError as error:
         raise _at_their_lines(loaded, error) from None

@@ -1,15 +1,22 @@
-"""Parameters of reward functions, read from their files without running a line. No torch."""
+"""Parameters of reward functions and environments, read from their files without running a line. No torch."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from memtrain.errors import Fault, RecipeError
-from memtrain.recipes.sections.rewards import RewardFunction, Rewards
+from memtrain.recipes.sections.rewards import Environment, RewardFunction, Rewards
 from memtrain.trainers.online.rewards.builtin import BUILTINS
+from memtrain.trainers.online.rewards.environment import (
+    PLACE,
+    check_environment,
+    environment_class,
+    no_environment,
+)
 from memtrain.trainers.online.rewards.functions import Function, looked_at, reward_file
 
 Declared = ast.FunctionDef | ast.AsyncFunctionDef
@@ -48,10 +55,8 @@ def _declared(recipe: RewardFunction, where: str) -> Function | None:
     named = [one for one in tree.body if isinstance(one, Declared)]
     found = [one for one in named if one.name == name]
     if not found:
-        bound = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
-        bound |= {(one.asname or one.name) for one in ast.walk(tree) if isinstance(one, ast.alias)}
-        bound |= {one.name for one in ast.walk(tree) if isinstance(one, Declared | ast.ClassDef)}
-        if bound & {name, "*"}:
+        defined = {one.name for one in ast.walk(tree) if isinstance(one, Declared | ast.ClassDef)}
+        if (_bound(tree) | defined) & {name, "*"}:
             return None
         has = ", ".join(one.name for one in named if one.name[0] != "_")
         raise RecipeError(
@@ -65,6 +70,66 @@ def _declared(recipe: RewardFunction, where: str) -> Function | None:
 
     call.__signature__ = _signature(found[-1])  # pyright: ignore[reportFunctionMemberAccess]
     return looked_at(recipe, call, where, is_builtin=False)
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Names that a file imports or makes; `*` where it imports all of another."""
+    names = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
+    return names | {(one.asname or one.name) for one in ast.walk(tree) if isinstance(one, ast.alias)}
+
+
+def check_declared_environment(recipe: Environment, columns: Sequence[str] | None = None) -> None:
+    """Check the class of an environment by the text of its file, and what its `reset` takes; nothing is run.
+
+    `columns`: of the rows, where they are known. A class that is imported, made or decorated, or that
+    inherits from one of another file, is found out when the run begins.
+    Raises: RecipeError when there is no such file or class, it has no `step`, or `reset` needs what the rows
+    do not have.
+    """
+    module, _, name = recipe.path.rpartition(":")
+    if not (module.endswith(".py") or "/" in module):
+        return
+    tree = _parsed(reward_file(module, PLACE), PLACE)
+    classes = {one.name: one for one in tree.body if isinstance(one, ast.ClassDef)}
+    if any(isinstance(one, Declared) and one.name == name for one in tree.body):
+        raise no_environment(recipe)
+    if name not in classes:
+        if _bound(tree) & {name, "*"}:
+            return
+        known = ", ".join(one for one in classes if one[0] != "_")
+        raise RecipeError(
+            f"{module} has no class '{name}'", PLACE, f"name one of its classes: {known or 'it has none'}"
+        )
+    methods, is_whole = _methods(classes, name)
+    if "step" not in methods and is_whole:
+        raise no_environment(recipe)
+    reset = methods.get("reset")
+    if reset is not None and columns is not None and not reset.decorator_list:
+        given = [*_signature(reset).parameters.values()][1:]
+        check_environment(environment_class(recipe, object, given), columns)
+
+
+def _methods(classes: Mapping[str, ast.ClassDef], name: str) -> tuple[dict[str, Declared], bool]:
+    """(methods of a class with those that it inherits in its file, whether there are no others)."""
+    made = classes[name]
+    found: dict[str, Declared] = {}
+    is_whole = not made.decorator_list and not made.keywords
+    for base in reversed(made.bases):
+        if isinstance(base, ast.Name) and base.id in classes and base.id != name:
+            inherited, is_known = _methods(classes, base.id)
+            found |= inherited
+            is_whole &= is_known
+        else:
+            is_whole &= isinstance(base, ast.Name) and base.id == "object"
+    own = [one for one in made.body if isinstance(one, Declared)]
+    is_whole &= not any(isinstance(one, ast.Assign | ast.AnnAssign) and _is_step(one) for one in made.body)
+    return found | {one.name: one for one in own}, is_whole
+
+
+def _is_step(assigned: ast.Assign | ast.AnnAssign) -> bool:
+    """Whether a line of a class makes its `step` otherwise than by `def`."""
+    targets = assigned.targets if isinstance(assigned, ast.Assign) else [assigned.target]
+    return any(isinstance(one, ast.Name) and one.id == "step" for one in targets)
 
 
 def _parsed(path: Path, where: str) -> ast.Module:

@@ -59,14 +59,26 @@ def load_environment(recipe: Environment) -> EnvironmentClass:
     """
     make = named_in_module(recipe.path, PLACE)
     if not inspect.isclass(make) or not callable(getattr(make, "step", None)):
-        raise RecipeError(
-            f"{recipe.path} is not an environment: it is not a class with a method `step`",
-            PLACE,
-            "write a class with `step(self, text)`, which returns the words that follow, or None at the end",
-        )
-    kind: Any = make
+        raise no_environment(recipe)
     reset = getattr(make, "reset", None)
     parameters = list(inspect.signature(reset).parameters.values())[1:] if reset is not None else []
+    return environment_class(recipe, make, parameters)
+
+
+def no_environment(recipe: Environment) -> RecipeError:
+    """The error of a name that stands for no environment."""
+    return RecipeError(
+        f"{recipe.path} is not an environment: it is not a class with a method `step`",
+        PLACE,
+        "write a class with `step(self, text)`, which returns the words that follow, or None at the end",
+    )
+
+
+def environment_class(
+    recipe: Environment, make: type, parameters: Sequence[inspect.Parameter]
+) -> EnvironmentClass:
+    """The class with what its `reset` takes; `parameters`: of `reset`, without the object itself."""
+    kind: Any = make
     by_name = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     return EnvironmentClass(
         recipe=recipe,
@@ -74,7 +86,7 @@ def load_environment(recipe: Environment) -> EnvironmentClass:
         takes=tuple(one.name for one in by_name),
         needs=tuple(one.name for one in by_name if one.default is one.empty),
         takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
-        is_async=inspect.iscoroutinefunction(kind.step),
+        is_async=inspect.iscoroutinefunction(getattr(kind, "step", None)),
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 from memtrain.errors import DataError, RecipeError
 from memtrain.recipes.sections.rewards import Environment, RewardFunction, Rewards
 from memtrain.trainers.online.rewards.answer import Answer
+from memtrain.trainers.online.rewards.declared import check_declared_environment
 from memtrain.trainers.online.rewards.environment import check_environment, load_environment, replies
 from memtrain.trainers.online.rewards.functions import load_functions
 from memtrain.trainers.online.rewards.score import score
@@ -47,3 +48,69 @@ def test_an_environment_that_fails_is_told_with_the_line_of_its_own_file(tmp_pat
     with pytest.raises(DataError, match="Own.step raised IndexError") as error:
         replies(made, [(made.begin({"prompt": "x", "seed": 1}), "short")], rewards)
     assert error.value.faults[0].where == f"{path}:3 (rewards.environment)"
+
+
+CLASSES = """
+import random
+from elsewhere import Imported, Base
+from memtrain.environments import Tools
+
+class Own:
+    def reset(self, prompt, seed, secret, hint=None): ...
+    def step(self, text): ...
+
+class Heir(Own):
+    pass
+
+class Silent:
+    def reset(self): ...
+
+class Tool(Tools):
+    functions = ()
+
+class Far(Base):
+    pass
+
+class Assigned:
+    step = Own.step
+
+def step(text): ...
+
+Made = type("Made", (), {})
+raise SystemExit("this file was run")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Gone", "has no class 'Gone'"),
+        ("Silent", "is not an environment"),
+        ("step", "is not an environment"),
+        ("Own", "reset needs secret, which the rows do not have"),
+        ("Heir", "reset needs secret, which the rows do not have"),
+    ],
+)
+def test_a_class_is_judged_by_its_text_before_the_run(tmp_path: Path, name: str, words: str):
+    """`memtrain check` looked at reward functions alone, and the run was launched for nothing."""
+    (tmp_path / "own.py").write_text(CLASSES)
+    with pytest.raises(RecipeError, match=words):
+        check_declared_environment(Environment(path=f"{tmp_path}/own.py:{name}"), ["answer"])
+
+
+@pytest.mark.parametrize("name", ["Own", "Heir", "Tool", "Far", "Assigned", "Made", "Imported"])
+def test_what_its_text_cannot_say_is_left_to_the_run(tmp_path: Path, name: str):
+    (tmp_path / "own.py").write_text(CLASSES)
+    check_declared_environment(Environment(path=f"{tmp_path}/own.py:{name}"), ["secret"])
+    check_declared_environment(Environment(path=f"{tmp_path}/own.py:{name}"))
+    check_declared_environment(Environment(path=f"some.package:{name}"), [])
+
+
+def test_a_file_that_is_missing_or_no_python_is_reported(tmp_path: Path):
+    path = tmp_path / "own.py"
+    with pytest.raises(RecipeError, match="there is no file"):
+        check_declared_environment(Environment(path=f"{path}:Own"))
+    path.write_text("class Own:\n    def step(self, text)\n")
+    with pytest.raises(RecipeError, match="is not valid Python") as caught:
+        check_declared_environment(Environment(path=f"{path}:Own"))
+    assert caught.value.faults[0].where == f"{path}:2"
