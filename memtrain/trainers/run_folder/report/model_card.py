@@ -29,6 +29,8 @@ from memtrain.trainers.run_folder.report.report import (
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
 TEMPLATES = Path(__file__).parent / "templates"
+TASKS = {"lm": ("text-generation", "CausalLM"), "score": ("text-classification", "SequenceClassification")}
+"""(task of the hub, end of transformers' and PEFT's automatic classes), by the model's head."""
 
 
 def write_card(folder: RunFolder) -> Path:
@@ -69,6 +71,7 @@ def render_card(report: Report, plan: Plan) -> str:
         method=METHODS[plan.recipe.method].title,
         base=base_words(plan.recipe),
         is_adapter=plan.settings.adapter is not None,
+        task=TASKS[METHODS[plan.recipe.method].head][1],
         rows=[(name, value) for name, value in rows if value],
         data=[(one, lost_words(one)) for one in report.data],
         benchmarks=rows_of(report.scores),
@@ -87,7 +90,7 @@ def metadata(recipe: Recipe, adapter: Adapter | None) -> dict[str, object]:
     """
     header: dict[str, object] = {
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": TASKS[METHODS[recipe.method].head][0],
         "tags": ["memtrain", recipe.method, *([adapter.kind] if adapter else [])],
     }
     if recipe.model.path is not None and is_hub_id(recipe.model.path):

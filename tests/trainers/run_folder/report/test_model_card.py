@@ -56,6 +56,20 @@ def test_a_local_model_claims_no_base_on_the_hub(tmp_path: Path, make_plan: Make
     }
 
 
+@pytest.mark.parametrize(("adapter", "kind"), [(None, "AutoModel"), (Adapter(r=8), "AutoPeftModel")])
+def test_a_reward_model_is_loaded_as_one(
+    tmp_path: Path, make_plan: MakePlan, adapter: Adapter | None, kind: str
+):
+    """The card loaded it as a model that writes text, and called it one."""
+    plan = make_plan({"method": "reward", "length.packing": "none"}, adapter=adapter)
+    path = write_card(finished(tmp_path, plan))
+    assert metadata_load(path)["pipeline_tag"] == "text-classification"
+    text = path.read_text()
+    assert f"import {kind}ForSequenceClassification" in text
+    assert f"model = {kind}ForSequenceClassification.from_pretrained" in text
+    assert "CausalLM" not in text
+
+
 def test_the_body_holds_what_was_done(tmp_path: Path, make_plan: MakePlan):
     text = write_card(finished(tmp_path, make_plan())).read_text()
     for said in (
