@@ -74,6 +74,7 @@ def render_card(report: Report, plan: Plan) -> str:
         task=TASKS[METHODS[plan.recipe.method].head][1],
         rows=[(name, value) for name, value in rows if value],
         data=[(one, lost_words(one)) for one in report.data],
+        losses=losses_of(plan.recipe.method),
         benchmarks=rows_of(report.scores),
         sources=[source.source for source in plan.recipe.data.train],
         recipe=report.recipe_text.strip(),
@@ -100,6 +101,14 @@ def metadata(recipe: Recipe, adapter: Adapter | None) -> dict[str, object]:
     if datasets:
         header["datasets"] = datasets
     return header
+
+
+def losses_of(method: str) -> str:
+    """The sentence on the losses of a method: means over tokens, or the method's own."""
+    made = METHODS[method]
+    if made.num_answers == 0 and not made.is_online:
+        return "Losses are means over loss tokens"
+    return f"Losses are those of {made.title}"
 
 
 def base_words(recipe: Recipe) -> str:

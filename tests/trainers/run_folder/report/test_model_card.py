@@ -68,6 +68,7 @@ def test_a_reward_model_is_loaded_as_one(
     assert f"import {kind}ForSequenceClassification" in text
     assert f"model = {kind}ForSequenceClassification.from_pretrained" in text
     assert "CausalLM" not in text
+    assert "Losses are those of reward modelling; nothing else" in text
 
 
 def test_the_body_holds_what_was_done(tmp_path: Path, make_plan: MakePlan):
@@ -82,6 +83,7 @@ def test_the_body_holds_what_was_done(tmp_path: Path, make_plan: MakePlan):
         "| train | 10 | 100 | 50 | 1 row dropped (9 tokens, 0 loss tokens) |",
         "~~~~yaml\nmethod: sft\nmodel:\n  path: org/base\n~~~~",
         "- transformers 5.23.0",
+        "Losses are means over loss tokens; nothing else has been evaluated.",
     ):
         assert said in text, said
 
