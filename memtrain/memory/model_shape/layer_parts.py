@@ -71,7 +71,6 @@ EXPERTS_IN_ALL_LINEAR = frozenset(
         "mixtral",
         "minimax",
         "minimax_m2",
-        "qwen2_moe",
         "afmoe",
         "deepseek_v2",
         "deepseek_v3",
@@ -97,6 +96,22 @@ EXPERTS_IN_ALL_LINEAR = frozenset(
 """Model types whose experts and routers PEFT adapts by `all-linear`: those that had a linear map for each
 expert. Source: transformers 5.23, conversion_mapping.py; peft 0.21,
 utils/transformers_weight_conversion.py."""
+
+OF_EXPERTS = frozenset(("gate_proj", "up_proj", "down_proj"))
+"""Names of experts' maps to PEFT in these models: dense layers and shared experts get no adapter on maps of
+these names by `all-linear`. Seen in models built without data (peft 0.21)."""
+
+
+def is_named(adapter: Adapter, name: str) -> bool:
+    """Whether an adapter names the linear maps of that name, or all."""
+    targets = {target.rsplit(".", 1)[-1] for target in adapter.target_modules}
+    return name in targets or ALL_LINEAR in targets
+
+
+def is_adapted(adapter: Adapter, model_type: str, name: str) -> bool:
+    """Whether PEFT puts an adapter on the linear maps of that name."""
+    is_experts = ALL_LINEAR in adapter.target_modules and model_type in EXPERTS_IN_ALL_LINEAR
+    return is_named(adapter, name) and not (is_experts and name in OF_EXPERTS)
 
 
 def stack_rank(adapter: Adapter, model_type: str, stack: str) -> int:

@@ -147,3 +147,18 @@ def layer_kinds(config: Mapping[str, Any]) -> set[str]:
     """The kinds of layers that a configuration lists; none where it has no list."""
     kinds = config.get("layer_types") or config.get("layers_block_type") or config.get("block_types") or ()
     return {str(kind) for kind in kinds} if isinstance(kinds, list | tuple) else set()  # pyright: ignore
+
+
+PLAIN_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe", "dense", "sparse"}
+)
+"""Kinds of layer, as configurations spell them, through which rows cannot see each other."""
+
+STATE_KEYS = ("ssm_cfg", "mamba_d_state", "state_size", "linear_num_value_heads")
+"""Keys of configurations whose models have layers with a state, where no list says so."""
+
+
+def own_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The kinds of layers that are not plain attention (`linear_attention`, `mamba`), or the keys that tell
+    of them; empty where there are none."""
+    return tuple(sorted(layer_kinds(config) - PLAIN_LAYERS | {key for key in STATE_KEYS if config.get(key)}))

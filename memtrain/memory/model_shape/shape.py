@@ -25,9 +25,11 @@ from memtrain.memory.model_shape.layer_parts import (
     Experts,
     ExpertStack,
     Linear,
+    is_adapted,
+    is_named,
     stack_rank,
 )
-from memtrain.memory.model_shape.length_rules import ROTARY, length_rules
+from memtrain.memory.model_shape.length_rules import ROTARY, length_rules, own_layers
 from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
 
 NO_RUN = "no run of it can start here"
@@ -215,11 +217,16 @@ class ModelShape:
         return self._by_adapter[key]
 
     def _adapted(self, adapter: Adapter) -> tuple[Linear, ...]:
-        return tuple(part for part in self.linears if _names(adapter, part))
+        # Maps that PEFT takes for experts' stand here for what the adapters of these and of routers keep.
+        return tuple(part for part in self.linears if is_named(adapter, part.name))
 
     def num_adapter_per_layer(self, adapter: Adapter, *, expert: bool = False) -> int:
         """Trained parameters that an adapter adds to one layer."""
-        parts = [part for part in self.adapted(adapter) if not (expert and part.name in MLP_NAMES)]
+        parts = [
+            part
+            for part in self.adapted(adapter)
+            if not (expert and part.name in MLP_NAMES) and is_adapted(adapter, self.model_type, part.name)
+        ]
         magnitudes = sum(part.num_outputs for part in parts) if adapter.kind == "dora" else 0
         added = adapter.r * sum(part.num_inputs + part.num_outputs for part in parts) + magnitudes
         if expert:
@@ -239,8 +246,8 @@ class ModelShape:
 
     def _num_router_adapter(self, adapter: Adapter) -> int:
         """Of one router: adapted where PEFT takes it for a linear map."""
-        is_adapted = ALL_LINEAR in adapter.target_modules and self.model_type in EXPERTS_IN_ALL_LINEAR
-        return adapter.r * (self.width + self.experts.num_experts) if is_adapted and self.experts else 0
+        is_linear = ALL_LINEAR in adapter.target_modules and self.model_type in EXPERTS_IN_ALL_LINEAR
+        return adapter.r * (self.width + self.experts.num_experts) if is_linear and self.experts else 0
 
     def num_adapter(self, adapter: Adapter) -> int:
         """Trained parameters of an adapter, without `modules_to_save`."""
@@ -266,7 +273,11 @@ class ModelShape:
 
     def _num_counted_adapter(self, adapter: Adapter, counts: Counts) -> int:
         is_dora = adapter.kind == "dora"
-        parts = [(part, count) for part, count in counts.all_linears if _names(adapter, part)]
+        parts = [
+            (part, count)
+            for part, count in counts.all_linears
+            if is_adapted(adapter, self.model_type, part.name)
+        ]
         if "lm_head" in adapter.target_modules:
             parts.append((Linear("lm_head", self.width, self.vocab_size), 1))
         maps = sum(
@@ -282,13 +293,6 @@ class ModelShape:
 
 
 MLP_NAMES = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
-
-
-def _names(adapter: Adapter, part: Linear) -> bool:
-    """Whether an adapter is put on a linear map."""
-    if ALL_LINEAR in adapter.target_modules:
-        return True
-    return part.name in {target.rsplit(".", 1)[-1] for target in adapter.target_modules}
 
 
 def has_formula(config: Mapping[str, Any]) -> bool:
@@ -384,4 +388,9 @@ def _looked_up(config: Mapping[str, Any], counts: Counts | None) -> tuple[Mappin
     if family is None:
         part = "counted" if counts is None else "weights are counted, activations are assumed to be"
         notes.append(f"model type '{model_type}' is not in the table: {part} like a Llama of its sizes")
+        if own_layers(config):
+            notes.append(
+                "its layers of linear attention, or with another state, keep more than that in transformers' "
+                "own code (nearly twice was traced): hold the peak against --trace"
+            )
     return config, family or Family(), "; ".join(notes)

@@ -10,7 +10,7 @@ from typing import cast
 from memtrain.errors import Fault, RecipeError
 from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.model_shape.config_parts import head_dim_of
-from memtrain.memory.model_shape.length_rules import layer_kinds, length_rules
+from memtrain.memory.model_shape.length_rules import length_rules, own_layers
 from memtrain.memory.rules.tested_models import PACKING_TESTED_MODELS
 
 
@@ -224,10 +224,6 @@ def model_facts(config: Mapping[str, object]) -> dict[str, object]:
     config = canonical(config)
     model_type = str(config.get("model_type") or "")
     reach = {rule.kind: rule.tokens for rule in length_rules(config) if rule.depends == "reach"}
-    own = layer_kinds(config) - PLAIN_LAYERS
-    own |= {
-        key for key in ("ssm_cfg", "mamba_d_state", "state_size", "linear_num_value_heads") if config.get(key)
-    }
     return {
         "head_dim": head_dim_of(config),
         "sliding_window_tokens": reach.get("window"),
@@ -236,15 +232,10 @@ def model_facts(config: Mapping[str, object]) -> dict[str, object]:
         "softcap": _positive(config, "attn_logit_softcapping"),
         "attention_dropout": _positive(config, "attention_dropout") or 0.0,
         "has_sinks": config.get("model_type") in MODELS_WITH_SINKS,
-        "own_layers": tuple(sorted(own)),
+        "own_layers": own_layers(config),
         "untried": "" if model_type in PACKING_TESTED_MODELS or not model_type else model_type,
     }
 
-
-PLAIN_LAYERS = frozenset(
-    {"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe", "dense", "sparse"}
-)
-"""Kinds of layer, as configurations spell them, through which rows cannot see each other."""
 
 MODELS_WITH_SINKS = ("gpt_oss",)
 """Sinks are weights and no key of the configuration; the self-check finds those not named here."""
