@@ -105,6 +105,8 @@ def test_the_launch_files_are_as_they_are_printed(runs, monkeypatch, said: tuple
         "set -e",
         "export OMP_NUM_THREADS=1",
         "export TOKENIZERS_PARALLELISM=false",
+        "export ONEDNN_PRIMITIVE_CACHE_CAPACITY=64",
+        "export LRU_CACHE_CAPACITY=64",
         "export ACCELERATE_USE_CPU=true",
         f"cd {shlex.quote(str(Path.cwd()))}",
         f"exec {sys.executable} -m memtrain.trainers.runtime.loopback --config_file {place}/accelerate.yaml "

@@ -48,14 +48,21 @@ def test_the_configuration_of_accelerate_never_names_multi_cpu():
 
 def test_the_environment_says_threads_allocator_and_network():
     alone = {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false"}
-    assert environment(ALONE) == alone
-    assert environment(TWO_CPU) == alone | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    kept = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+    assert environment(ALONE) == alone | kept
+    assert environment(TWO_CPU) == alone | kept | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     assert environment(NODES) == alone | {
         "OMP_NUM_THREADS": "8",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "NCCL_DEBUG": "WARN",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
+
+
+def test_compiled_products_of_a_cpu_are_as_many_as_the_user_says(monkeypatch):
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "1024")
+    given = environment(ALONE)
+    assert (given["LRU_CACHE_CAPACITY"], given["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) == ("1024", "64")
 
 
 def test_a_worker_gets_the_plan_and_its_digest():
