@@ -89,7 +89,7 @@ def test_a_gpu_that_adds_half_products_in_half_is_refused(dtype: str, monkeypatc
     settings: Any = SimpleNamespace(device="cuda", dtype=dtype)
     components._verify_sums(settings)
     has.clear()
-    with pytest.raises(LaunchError, match=f"do not add {dtype} products in float32"):
+    with pytest.raises(LaunchError, match=f"does not accumulate {dtype} matrix products in float32"):
         components._verify_sums(settings)
     settings.dtype = "float32"
     components._verify_sums(settings)
