@@ -10,7 +10,7 @@ import typer
 from memtrain.cli.measure.bench import Bench, Row
 from memtrain.cli.output.terminal import print_table, print_text
 from memtrain.memory.plan.units import count_of, gib, signed
-from memtrain.trainers.pages.charts import Bar, Figure, bar_chart
+from memtrain.trainers.pages.charts import Bar, Figure, bar_chart, for_both_widths
 from memtrain.trainers.pages.memory_bars import memory_unit
 from memtrain.trainers.pages.page import render
 
@@ -108,5 +108,8 @@ def _peaks(rows: Sequence[Row]) -> Figure:
         bars.append(Bar(label, predicted, gib(row.predicted_bytes)))
     longest = max((length for bar in bars for _, length, _ in bar.parts), default=0.0)
     title, unit = "Peaks, measured and predicted", memory_unit(longest)
-    drawn, narrow = (bar_chart(bars, title, unit=unit, is_narrow=is_narrow) for is_narrow in (False, True))
-    return Figure("Peaks", drawn, (("measured", "c1"), ("predicted", "faint")), narrow)
+    return for_both_widths(
+        "Peaks",
+        lambda is_narrow: bar_chart(bars, title, unit=unit, is_narrow=is_narrow),
+        (("measured", "c1"), ("predicted", "faint")),
+    )

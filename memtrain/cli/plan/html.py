@@ -12,7 +12,7 @@ from memtrain.memory.explain.reasons import gains, left_out, time_words
 from memtrain.memory.explain.tables import as_run, with_vllm
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.pinned_recipe import pins, yaml_lines
-from memtrain.trainers.pages.charts import SMALL_WIDTH, WIDTH, Figure
+from memtrain.trainers.pages.charts import Figure, for_both_widths
 from memtrain.trainers.pages.memory_bars import memory_figure, memory_unit, predicted_bar
 from memtrain.trainers.pages.page import render
 from memtrain.trainers.pages.scatter import Spot, pareto_chart
@@ -87,13 +87,14 @@ def _pareto(made: Answer) -> Figure:
     limit = (f"budget {gib(budget)}", budget / size) if budget is not None and is_near else None
     title = "Size against speed: the best plan of each size"
     needs = f"needed on each device, {unit}"
-    drawn, narrow = (
-        pareto_chart(spots, title, x_unit=needs, y_unit="tokens/s", limit=limit, width=width)
-        for width in (WIDTH, SMALL_WIDTH)
-    )
-    legend = [("fits", "c1"), ("does not fit", "c8")]
     shown = {spot.colour for spot in spots}
-    return Figure(title, drawn, tuple(one for one in legend if one[1] in shown), narrow)
+    return for_both_widths(
+        title,
+        lambda is_narrow: pareto_chart(
+            spots, title, x_unit=needs, y_unit="tokens/s", limit=limit, is_narrow=is_narrow
+        ),
+        [one for one in (("fits", "c1"), ("does not fit", "c8")) if one[1] in shown],
+    )
 
 
 def _tables(made: Answer) -> list[Table]:

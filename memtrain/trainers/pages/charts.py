@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -229,21 +229,11 @@ def histogram(
     return svg(drawn, label, (width, height))
 
 
-def histogram_figure(
-    bins: Sequence[Bin],
-    label: str,
-    *,
-    limit: tuple[str, int] | None = None,
-    marks: Sequence[tuple[str, int]] = (),
-    unit: str = "tokens",
-    height: int = 200,
+def for_both_widths(
+    title: str, draw: Callable[[bool], str], legend: Sequence[tuple[str, str]] = ()
 ) -> Figure:
-    """The histogram for a page and for a phone."""
-    drawn, narrow = (
-        histogram(bins, label, limit=limit, marks=marks, unit=unit, height=height, is_narrow=is_narrow)
-        for is_narrow in (False, True)
-    )
-    return Figure(label, drawn, (), narrow)
+    """A chart for a page and for a phone; `draw` is told whether it is the narrow one."""
+    return Figure(title, draw(False), tuple(legend), draw(True))
 
 
 def nice_ticks(low: float, high: float) -> list[float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memtrain.memory.plan.plan import PhasePeak
 from memtrain.memory.plan.units import GIB, MIB, gib
-from memtrain.trainers.pages.charts import COLOURS, Bar, Figure, bar_chart
+from memtrain.trainers.pages.charts import COLOURS, Bar, Figure, bar_chart, for_both_widths
 
 MEASURED = "measured"
 """Owner, and CSS class, of bytes that were measured as a whole."""
@@ -55,6 +55,8 @@ def memory_figure(rows: Sequence[OwnerBar], *, budget: int | None) -> Figure:
     limit = (f"budget {gib(budget)}", float(budget)) if budget else None
     unit = memory_unit(max((row.num_bytes for row in rows), default=0))
     title = "Memory by phase and owner"
-    drawn = bar_chart(bars, title, unit=unit, limit=limit)
-    narrow = bar_chart(bars, title, unit=unit, limit=limit, is_narrow=True)
-    return Figure(title, drawn, tuple(colours.items()), narrow)
+    return for_both_widths(
+        title,
+        lambda is_narrow: bar_chart(bars, title, unit=unit, limit=limit, is_narrow=is_narrow),
+        tuple(colours.items()),
+    )

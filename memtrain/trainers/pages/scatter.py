@@ -11,6 +11,7 @@ from memtrain.trainers.pages.charts import (
     BOTTOM,
     LEFT,
     RIGHT,
+    SMALL_WIDTH,
     TOP,
     UNIT_ROOM,
     WIDTH,
@@ -44,7 +45,7 @@ def pareto_chart(
     x_unit: str,
     y_unit: str,
     limit: tuple[str, float] | None = None,
-    width: int = WIDTH,
+    is_narrow: bool = False,
 ) -> str:
     """An SVG of points and the steps of their frontier, both axes from zero.
 
@@ -53,6 +54,7 @@ def pareto_chart(
     if not spots:
         return ""
     ordered = sorted(spots, key=lambda spot: (spot.x, spot.y))
+    width = SMALL_WIDTH if is_narrow else WIDTH
     last = max(ordered[-1].x, limit[1] if limit else 0.0)
     chart = _Chart(nice_ticks(0.0, last), nice_ticks(0.0, max(spot.y for spot in spots)), 300, width)
     best, path = 0.0, []

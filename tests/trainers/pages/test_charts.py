@@ -16,8 +16,8 @@ from memtrain.trainers.pages.charts import (
     Bar,
     Line,
     bar_chart,
+    for_both_widths,
     histogram,
-    histogram_figure,
     line_chart,
     nice_ticks,
     short,
@@ -145,8 +145,9 @@ def test_a_bar_without_a_label_stands_close_below_the_one_before_it_on_a_phone()
 
 
 def test_a_histogram_of_a_phone_has_the_same_bars_and_fewer_bounds_below():
-    figure = histogram_figure(
-        [(8 * at + 1, 8 * at + 8, at) for at in range(1, 31)], "rows", marks=[("median", 99)]
+    bins = [(8 * at + 1, 8 * at + 8, at) for at in range(1, 31)]
+    figure = for_both_widths(
+        "rows", lambda is_narrow: histogram(bins, "rows", marks=[("median", 99)], is_narrow=is_narrow)
     )
     bounds = [[one["data-last"] for one in rects(drawn)] for drawn in (figure.svg, figure.narrow_svg)]
     assert bounds[0] == bounds[1]

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from memtrain.trainers.data.length_report.format import SHOWN, share, short
 from memtrain.trainers.data.length_report.result import Distribution, Inspection
-from memtrain.trainers.pages.charts import Figure, histogram_figure
+from memtrain.trainers.pages.charts import Figure, for_both_widths, histogram
 from memtrain.trainers.pages.page import render
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -34,7 +34,11 @@ def _chart(one: Distribution) -> Figure:
     """Rows by length, with the shares of the rows that end at some of them."""
     bins = [(bar.first, bar.last, bar.rows) for bar in one.bins]
     marks = [(name, point.tokens) for point in one.percentiles if (name := MARKED.get(point.percent))]
-    return histogram_figure(bins, f"Rows by {one.name}", marks=marks, unit=one.unit, height=280)
+    title = f"Rows by {one.name}"
+    return for_both_widths(
+        title,
+        lambda is_narrow: histogram(bins, title, marks=marks, unit=one.unit, height=280, is_narrow=is_narrow),
+    )
 
 
 def script_safe(json: str) -> Markup:

@@ -11,6 +11,7 @@ from memtrain.trainers.pages.charts import (
     Figure,
     Line,
     Point,
+    for_both_widths,
     line_chart,
     smoothed,
 )
@@ -200,8 +201,13 @@ def _large(report: Report) -> list[Figure]:
 def _over_steps(title: str, lines: Sequence[Line], unit: str) -> Figure:
     """A chart over the whole width, and a smaller one for a phone."""
     label = f"{title} over steps"
-    narrow = line_chart(lines, label, unit=unit, width=SMALL_WIDTH, height=230)
-    return Figure(title, line_chart(lines, label, unit=unit), legend_of(lines), narrow)
+
+    def draw(is_narrow: bool) -> str:
+        if is_narrow:
+            return line_chart(lines, label, unit=unit, width=SMALL_WIDTH, height=230)
+        return line_chart(lines, label, unit=unit)
+
+    return for_both_widths(title, draw, legend_of(lines))
 
 
 def _small(report: Report, chart: Chart, shown: Sequence[str]) -> Figure | None:

@@ -10,7 +10,8 @@ from memtrain.memory.plan.units import gib, signed
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.pages.charts import (
     Figure,
-    histogram_figure,
+    for_both_widths,
+    histogram,
 )
 from memtrain.trainers.pages.memory_bars import MEASURED, OwnerBar, memory_figure, predicted_bar
 from memtrain.trainers.pages.page import render
@@ -179,7 +180,9 @@ def _lengths(report: Report, data: DataEvent) -> tuple[Figure, str]:
     limit = (f"{name} {longest:,}", longest) if longest else None
     firsts = [1, *(bound + 1 for bound, _ in data.lengths)]
     bins = [(first, bound, count) for first, (bound, count) in zip(firsts, data.lengths, strict=False)]
-    return histogram_figure(bins, f"Row lengths of {data.split}", limit=limit), words
+    title = f"Row lengths of {data.split}"
+    drawn = for_both_widths(title, lambda is_narrow: histogram(bins, title, limit=limit, is_narrow=is_narrow))
+    return drawn, words
 
 
 def _environment(report: Report) -> list[tuple[str, str]]:
