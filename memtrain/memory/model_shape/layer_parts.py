@@ -108,10 +108,14 @@ def is_named(adapter: Adapter, name: str) -> bool:
     return name in targets or ALL_LINEAR in targets
 
 
+def takes_experts(adapter: Adapter, model_type: str) -> bool:
+    """Whether PEFT takes a model's experts and routers for linear maps that the adapter names."""
+    return ALL_LINEAR in adapter.target_modules and model_type in EXPERTS_IN_ALL_LINEAR
+
+
 def is_adapted(adapter: Adapter, model_type: str, name: str) -> bool:
     """Whether PEFT puts an adapter on the linear maps of that name."""
-    is_experts = ALL_LINEAR in adapter.target_modules and model_type in EXPERTS_IN_ALL_LINEAR
-    return is_named(adapter, name) and not (is_experts and name in OF_EXPERTS)
+    return is_named(adapter, name) and not (takes_experts(adapter, model_type) and name in OF_EXPERTS)
 
 
 def stack_rank(adapter: Adapter, model_type: str, stack: str) -> int:

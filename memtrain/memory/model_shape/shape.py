@@ -20,7 +20,6 @@ from memtrain.memory.model_shape.config_parts import (
 )
 from memtrain.memory.model_shape.families import FAMILIES, Family
 from memtrain.memory.model_shape.layer_parts import (
-    EXPERTS_IN_ALL_LINEAR,
     Counts,
     Experts,
     ExpertStack,
@@ -28,9 +27,10 @@ from memtrain.memory.model_shape.layer_parts import (
     is_adapted,
     is_named,
     stack_rank,
+    takes_experts,
 )
 from memtrain.memory.model_shape.length_rules import ROTARY, length_rules, own_layers
-from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
+from memtrain.recipes.sections.model import Adapter
 
 NO_RUN = "no run of it can start here"
 """Words of a note on a model that this machine's transformers does not know."""
@@ -246,8 +246,9 @@ class ModelShape:
 
     def _num_router_adapter(self, adapter: Adapter) -> int:
         """Of one router: adapted where PEFT takes it for a linear map."""
-        is_linear = ALL_LINEAR in adapter.target_modules and self.model_type in EXPERTS_IN_ALL_LINEAR
-        return adapter.r * (self.width + self.experts.num_experts) if is_linear and self.experts else 0
+        if self.experts is None or not takes_experts(adapter, self.model_type):
+            return 0
+        return adapter.r * (self.width + self.experts.num_experts)
 
     def num_adapter(self, adapter: Adapter) -> int:
         """Trained parameters of an adapter, without `modules_to_save`."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from memtrain.errors import LaunchError
-from memtrain.memory.model_shape.layer_parts import EXPERTS_IN_ALL_LINEAR
+from memtrain.memory.model_shape.layer_parts import takes_experts
 from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
 from memtrain.trainers.model.experts.forward import is_experts, stacks_of
 
@@ -90,7 +90,7 @@ def _check_stacks(model: PreTrainedModel, adapter: Adapter) -> None:
                 f"the model has no experts, and nothing to adapt by the name {target}", key, "remove it"
             )
         _check_named(target, stacks, key, "stack of experts")
-    is_all = ALL_LINEAR in adapter.target_modules and model.config.model_type in EXPERTS_IN_ALL_LINEAR
+    is_all = takes_experts(adapter, model.config.model_type)
     if not stacks or not (adapter.target_parameters or is_all):
         return
     for asked, key, value, word in (
