@@ -3,14 +3,14 @@
 NOT_DONE = "remove it: no counterpart here"
 CHECKPOINTS = "remove it: checkpoints hold all that a run needs to continue"
 PUSH = "remove it: memtrain push RUN NAME uploads a finished run"
-_ENGINE = "`cluster.engine` (auto, ddp, fsdp2, zero1, zero2 or zero3)"
+ENGINE = "`cluster.engine` (auto, ddp, fsdp2, zero1, zero2 or zero3)"
 _IN_METRICS = "remove it: metrics.jsonl has every step"
 _AFTERWARDS = "remove it: memtrain chat, serve, merge and export are commands of their own"
 _TENSOR_PARALLEL = "`cluster.context_parallel` (weights are sharded by `cluster.engine`)"
 _TURNS = "`rewards.environment` (a class with reset and step)"
 _WRITTEN = "`generate.show`; completions.jsonl has all"
 _CLIP_OF_PPO = "`ppo.clip_low`, and `ppo.clip_high`"
-_RESUME = "remove it: a run continues from its run folder by itself"
+RESUME = "remove it: a run continues from its run folder by itself"
 
 PEER_RUN_WORDS: dict[str, str] = {
     # steps and the optimizer
@@ -106,7 +106,7 @@ PEER_RUN_WORDS: dict[str, str] = {
     "save_first_step": f"{NOT_DONE}; what would fail at the end is tried before the first step",
     "save_adapter_weights_only": "remove it: an adapter is saved by itself",
     "enable_async_checkpointing": "`save.async_save`",
-    **dict.fromkeys(("auto_resume_from_checkpoints", "recipe_checkpoint"), _RESUME),
+    **dict.fromkeys(("auto_resume_from_checkpoints", "recipe_checkpoint"), RESUME),
     **dict.fromkeys(("hub_strategy", "hub_private_repo", "wandb_log_model", "push_to_hub_merged"), PUSH),
     **dict.fromkeys(
         (
@@ -120,7 +120,7 @@ PEER_RUN_WORDS: dict[str, str] = {
         _AFTERWARDS,
     ),
     # devices
-    "ddp": _ENGINE,
+    "ddp": ENGINE,
     "fsdp_cpu_offload": "`cluster.cpu_offload: parameters`",
     "data_parallel_shard_dim": "`cluster.engine: fsdp2`, and `cluster.processes`",
     "data_parallel_replicate_dim": "`cluster.processes`",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memtrain.recipes.reading.peer_run_words import ENGINE, RESUME
 from memtrain.recipes.reading.peer_words import DOUBLE_QUANT, PEER_WORDS
 
 _ROWS = "`train.batch_size` (rows of one optimizer step over all devices; accumulation is derived from it)"
@@ -10,8 +11,7 @@ _CHECKPOINTING = (
     "`memory.activation_checkpointing` (on, off or auto; auto by default: where the run does not fit without)"
 )
 _CHUNKED = "`memory.loss` (the chunked loss is taken by default)"
-_RESUME = "remove it: a run continues from its run folder by itself; `--no-resume` starts over"
-_ENGINE = "`cluster.engine` (auto, ddp, fsdp2, zero1, zero2 or zero3)"
+_RESUME = f"{RESUME}; `--no-resume` starts over"
 _PRECISION = "`model.dtype` (bfloat16 where the device computes in it, by default)"
 _ULYSSES = "`cluster.context_parallel`, and `cluster.context_parallel_mode: ulysses` for Ulysses"
 
@@ -221,8 +221,8 @@ RENAMED_KEYS: dict[str, str] = {
     "num_nodes": "`cluster.slurm.nodes`",
     "nnodes": "`cluster.slurm.nodes`",
     "world_size": "`cluster.processes`",
-    "zero_stage": _ENGINE,
-    "deepspeed_config": _ENGINE,
+    "zero_stage": ENGINE,
+    "deepspeed_config": ENGINE,
     "tensor_parallel_size": "remove it: the sampler takes the devices of the run",
     "use_cpu": "`cluster.device: cpu`",
     "no_cuda": "`cluster.device: cpu`",
@@ -234,10 +234,10 @@ RENAMED_KEYS: dict[str, str] = {
     "sequence_parallel_size": _ULYSSES,
     "sequence_parallel_degree": _ULYSSES,
     "ulysses_sequence_parallel_size": _ULYSSES,
-    "deepspeed": _ENGINE,
-    "fsdp": _ENGINE,
-    "fsdp_config": _ENGINE,
-    "accelerate_config": _ENGINE,
+    "deepspeed": ENGINE,
+    "fsdp": ENGINE,
+    "fsdp_config": ENGINE,
+    "accelerate_config": ENGINE,
     "stage": "`method`",
     "rl": "`method`",
     # sampling
