@@ -26,6 +26,7 @@ from memtrain.trainers.model.loading.save import refuse_to_overwrite, save_final
 from memtrain.trainers.model.loading.sharded_init import Kept, NeedsWhole
 from memtrain.trainers.online.rewards.reading import READING_FILE
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.tools.trained_model import MERGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
             str(run),
             "use it directly" if is_full else "the run must finish first",
         )
-    output = output or run / "merged"
+    output = output or run / MERGED
     refuse_to_overwrite(output)
     to = known_dtype(dtype or plan.settings.dtype)
     tokenizer = load_tokenizer(str(folder.final))
