@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Thread
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +15,13 @@ from memtrain.trainers.protocols.feed import Feed, Ints
 from memtrain.trainers.protocols.method import Batch
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Making:
-    """A micro-batch that a thread makes."""
+    """A micro-batch that the thread makes."""
 
     feed: Feed
     sequences: Ints
-    thread: Thread
-    made: list[Any] = field(default_factory=list)
-    """The micro-batch, once it is made; nothing where making it failed."""
+    batch: Future[Batch]
 
 
 @dataclass(slots=True)
@@ -41,37 +38,30 @@ class BatchesAhead:
     num_taken: int = 0
     """Micro-batches that were there when they were asked for, or on their way."""
     _next: _Making | None = None
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "batch"))
+    """One for the whole run: one that starts is waited for, and has nothing in its caches."""
 
     def take(self, feed: Feed, sequences: Ints) -> Batch:
         """The micro-batch of these sequences, made ahead or made now."""
         found, self._next = self._next, None
         if found is not None:
-            found.thread.join()
+            is_made = found.batch.exception() is None
             is_asked = found.feed is feed and np.array_equal(found.sequences, sequences)
-            if is_asked and found.made and not _is_watched():
+            if is_asked and is_made and not _is_watched():
                 self.num_taken += 1
-                return found.made[0]
+                return found.batch.result()
         return feed.micro_batch(sequences)
 
     def begin(self, feed: Feed, sequences: Ints, device: torch.device) -> None:
         """Begin to make the micro-batch that is likely to be asked for next, to be copied to `device`."""
-        if _is_watched():
-            return
-        making = _Making(
-            feed,
-            sequences,
-            Thread(target=lambda: _make(making, pins=device.type == "cuda"), name="batch", daemon=True),
-        )
-        self._next = making
-        making.thread.start()
+        if not _is_watched():
+            pins = device.type == "cuda"
+            self._next = _Making(feed, sequences, self._thread.submit(_made, feed, sequences, pins=pins))
 
 
-def _make(making: _Making, *, pins: bool) -> None:
-    try:
-        made = making.feed.micro_batch(making.sequences)
-        making.made.append(with_tensors(made, Tensor.pin_memory) if pins else made)
-    except Exception:
-        making.made.clear()
+def _made(feed: Feed, sequences: Ints, *, pins: bool) -> Batch:
+    made = feed.micro_batch(sequences)
+    return with_tensors(made, Tensor.pin_memory) if pins else made
 
 
 def _is_watched() -> bool:

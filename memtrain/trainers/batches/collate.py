@@ -94,13 +94,14 @@ def lay_end_to_end(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None
     layout = packed_layout(lengths)
     input_T = torch.from_numpy(ids.astype(np.int64))
     predicted_N = layout.predicted_rows
-    is_scored_N = torch.from_numpy(loss_tokens)[predicted_N]
+    scored_N = predicted_N[torch.from_numpy(loss_tokens)[predicted_N]]
     return MicroBatch(
         input_ids=input_T[None],
         position_ids=layout.position_ids,
         layout=layout,
-        scored_index=layout.predicting_rows[is_scored_N],
-        targets=input_T[predicted_N[is_scored_N]],
+        # Of segments that share no prompt: the token before each.
+        scored_index=scored_N - 1,
+        targets=input_T[scored_N],
         num_tokens=len(ids) - padding,
         runs=((len(ids) - padding, 1), (padding, 0)),
     )

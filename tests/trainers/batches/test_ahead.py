@@ -43,9 +43,18 @@ def test_the_one_made_ahead_is_the_one_that_is_asked_for():
     feed, ahead = rows_and_ahead()
     ahead.begin(feed, np.array([2, 5]), CPU)
     made = ahead.take(feed, np.array([2, 5]))
-    assert feed.threads == ["batch"]
+    assert feed.threads == ["batch_0"]
     assert same(made, Rows().micro_batch([2, 5]))
     assert ahead.num_taken == 1
+
+
+def test_all_are_made_by_one_thread():
+    feed, ahead = rows_and_ahead()
+    for number in range(3):
+        ahead.begin(feed, np.array([number]), CPU)
+        ahead.take(feed, np.array([number]))
+    assert feed.threads == ["batch_0"] * 3
+    assert ahead.num_taken == 3
 
 
 def test_another_one_is_made_where_another_is_asked_for():
@@ -68,7 +77,7 @@ def test_a_failure_is_raised_where_the_batch_is_asked_for():
     ahead.begin(feed, np.array([1]), CPU)
     with pytest.raises(MemoryError):
         ahead.take(feed, np.array([1]))
-    assert feed.threads == ["batch", "MainThread"]
+    assert feed.threads == ["batch_0", "MainThread"]
 
 
 def test_tensors_of_a_watched_step_are_made_where_they_are_counted():
@@ -78,7 +87,7 @@ def test_tensors_of_a_watched_step_are_made_where_they_are_counted():
         ahead.take(feed, np.array([1]))
         ahead.begin(feed, np.array([2]), CPU)
         ahead.take(feed, np.array([2]))
-    assert feed.threads == ["batch", "MainThread", "MainThread"]
+    assert feed.threads == ["batch_0", "MainThread", "MainThread"]
 
 
 def test_every_tensor_of_a_batch_is_pinned():
