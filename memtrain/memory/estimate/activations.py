@@ -163,11 +163,9 @@ def layer_backward(load: Workload) -> int:
     made = max(mlp_backward(load), attention_backward(load), unpacking_backward(load))
     if load.shape.family.norms_after and not load.settings.liger:
         made = max(made, layer_kept(load) + _last_norm_backward(load))
-    return max(
-        made,
-        recomputed_forward(load),
-        experts_recomputed(load, layer_kept(load), keeps_input=_keeps_mlp_input(load)),
-    )
+    if load.settings.checkpoint_every:
+        made = max(made, experts_recomputed(load, layer_kept(load), keeps_input=_keeps_mlp_input(load)))
+    return max(made, recomputed_forward(load))
 
 
 def unpacking_backward(load: Workload) -> int:

@@ -124,7 +124,7 @@ def experts_recomputed(load: Workload, kept: int, *, keeps_input: bool) -> int:
     they were copied (`keeps_input`: among what is kept). Beside all the residual stream and the gradient that
     comes in.
     """
-    if load.shape.experts is None or not load.settings.checkpoint_every:
+    if load.shape.experts is None:
         return 0
     boundary = load.a * load.N * load.shape.width
     copies = boundary * load.shape.experts.num_per_token

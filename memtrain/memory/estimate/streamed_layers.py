@@ -23,7 +23,7 @@ from memtrain.memory.estimate.activations import (
 )
 from memtrain.memory.estimate.adapters import adds_in_one_kernel, kept_by
 from memtrain.memory.estimate.context_parallel import num_gathered_kv
-from memtrain.memory.estimate.experts import experts_backward, stack_gradients
+from memtrain.memory.estimate.experts import experts_backward, experts_recomputed, stack_gradients
 from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch
 from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.weights_offload import adapter_of_layer
@@ -82,7 +82,11 @@ def _slice_backward(part: Workload, load: Workload, added: int) -> tuple[int, in
     if part.shape.experts is not None:
         # A stack's gradient is added to its sum, and gone, before the next is made.
         gradients = stack_gradients(part)
-        made = max(made, experts_backward(part, layer_kept(part), *gradients, stays=False))
+        made = max(
+            made,
+            experts_backward(part, layer_kept(part), *gradients, stays=False),
+            experts_recomputed(part, layer_kept(part), keeps_input=keeps_its_input(part)),
+        )
     of_row = (1 + keeps_its_input(part)) * layer_boundary(part) + 2 * part.a * part.N * part.shape.kv_width
     mlp = made - of_row - kept
     attention = _slice_attention(part, load)
@@ -109,9 +113,9 @@ def _slice_attention(part: Workload, load: Workload) -> int:
 
     Kept: rotated queries, output and log-sum-exp, the norm before and its output; the gradients of the
     residual stream and of attention's output; the slice's input is the row's. Gradients of queries are
-    summed over blocks of keys in float32: 4*n*Q, beside what one block gives. A CPU's kernel gives gradients
-    of keys for every query head before they are summed, a span at a time. It and masked attention work on
-    float32 copies of half-precision numbers there. Rows that look past their block of a window are copied.
+    summed over blocks of keys in float32: 4*n*Q, beside what one block gives. A CPU's kernel and masked
+    attention work on float32 copies of half-precision numbers there. Rows that look past their block of a
+    window are copied.
     """
     shape, n, a = part.shape, part.N, part.a
     Q, K = shape.query_width, shape.kv_width  # noqa: N806
@@ -132,8 +136,8 @@ def _slice_attention(part: Workload, load: Workload) -> int:
         # Of one block of keys at a time: weights, their gradients and a product of the two, and the queries'
         # gradients that it gives; none is kept. Capped scores have a slope.
         scores = (8 + wide + 4 * shape.makes_scores) * span * span * shape.num_heads + span * wide * Q
-        # Of a kernel's calls the last one's results stay until those of the next are there.
-        results = 3 * Q + K * (K < Q) if span == n else 6 * Q
+        # A single call's results are the row's; of more, one's stay until those of the next are there.
+        results = 0 if span == n else 2 * (Q + 2 * K)
         return scores * (kept > 0) + span * wide * results * in_kernel + copies
 
     copies = a * n * (3 * Q + 2 * K) if window else 0

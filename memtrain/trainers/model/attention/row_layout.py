@@ -44,10 +44,10 @@ class Part:
         pairs = zip(pairwise(self.query_bounds), pairwise(self.key_bounds), strict=True)
         return [(*query, *key) for query, key in pairs]
 
-    def lengths(self) -> tuple[list[int], list[int]]:
+    def lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Tokens of each segment: (queries, keys)."""
         queries, keys = (
-            [end - start for start, end in pairwise(bounds)]
+            tuple(end - start for start, end in pairwise(bounds))
             for bounds in (self.query_bounds, self.key_bounds)
         )
         return queries, keys

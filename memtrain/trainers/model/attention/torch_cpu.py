@@ -1,7 +1,5 @@
 """The CPU back end: a loop over segments on torch's CPU flash kernel; nothing of size T x T is ever built."""
 
-# T: tokens, L: tokens of one segment, H: query heads, K: key heads, G = H / K, D: head width.
-
 from __future__ import annotations
 
 import torch
@@ -15,6 +13,11 @@ aten = torch.ops.aten
 
 class TorchCpu(SegmentLoop):
     """Segments on the CPU's flash kernel."""
+
+    @classmethod
+    def shares_keys(cls, dtype: torch.dtype) -> bool:
+        """See `SegmentLoop`. Not in half precision, where the kernel rounds after each head of a group."""
+        return dtype in (torch.float32, torch.float64)
 
     @classmethod
     def attended(cls, *segment: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ class MemoryEfficient(SegmentLoop):
             value_GKLD,
             None,
             out_GKLD,
-            F.pad(lse_GKL, (0, -lse_GKL.shape[-1] % LSE_MULTIPLE), value=float("inf")),
+            F.pad(lse_GKL.contiguous(), (0, -lse_GKL.shape[-1] % LSE_MULTIPLE), value=float("inf")),
             state[0],
             state[1],
             0.0,

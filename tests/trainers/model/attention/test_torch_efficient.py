@@ -13,6 +13,8 @@ from memtrain.trainers.model.attention.row_layout import Layout, packed_layout, 
 
 LAYOUTS = {
     "rows": packed_layout([40, 7, 33]),
+    "rows of one length": packed_layout([33, 33]),
+    "some of one length": packed_layout([7, 32, 32, 32, 9]),
     "prompts with completions": shared_layout([(35, [40, 9]), (5, [13])]),
 }
 

@@ -76,6 +76,9 @@ SCRATCH = {
     "streamed, gpt-oss, LoRA of experts": (0.002, LAYOUT),
     "streamed, mixtral": (0.003, COPIES),
     "streamed, DoRA": (0.05, COPIES),
+    "streamed, LoRA": (0.003, COPIES),
+    "streamed, QLoRA": (0.003, COPIES),
+    "streamed, inputs on the host": (0.003, COPIES),
     "mixtral, step in backward": (0.015, COPIES),
     "streamed, slices": (0.003, EXCHANGE_AHEAD),
     "streamed, slices, tied": (0.003, EXCHANGE_AHEAD),
@@ -127,6 +130,14 @@ def test_norms_after_the_mlp_and_clamped_experts_are_counted_where_the_trace_has
     predicted, found = CASES[name].estimated().peak, traced_here(name)
     batch = sum(one.num_bytes for one in predicted.owners if one.owner == "batch")
     assert found.peak_bytes * 0.999 < predicted.num_bytes - batch < found.peak_bytes * 1.013
+
+
+def test_clamped_experts_are_counted_while_a_slice_is_recomputed():
+    """As they multiply, with the biases of gate and up picked for each token: 1.2 % too low without."""
+    name = "streamed, gpt-oss, LoRA"
+    predicted, found = CASES[name].estimated().peak, traced_here(name)
+    batch = sum(one.num_bytes for one in predicted.owners if one.owner == "batch")
+    assert found.peak_bytes * 0.999 < predicted.num_bytes - batch < found.peak_bytes * 1.01
 
 
 @pytest.mark.parametrize("name", ["distill, a model, FSDP2", "distill, a model, FSDP2, layers kept"])
