@@ -177,7 +177,7 @@ def bare_loop(result: Result) -> list[str]:
     return table(
         headers,
         (
-            (one["model"], one["steps"], said[side], *(_over(ratios[key]) for key in ("mean_s", "settled_s")))
+            (one["model"], one["steps"], said[side], *(_over(ratios[key]) for key in ("mean", "settled")))
             for one in result["models"]
             for side, ratios in one["over_bare"].items()
         ),
@@ -555,8 +555,8 @@ SECTIONS = (
         "Processor time of a step over that of a loop written by hand in plain PyTorch (sdpa, whole "
         "logits, fused AdamW): the limit. Rows are of one length and every token is trained on, so neither "
         "side has less to do. The mean has the steps in which tensors are counted and the one that is "
-        "profiled; the first step is left out. The machine was loaded, so a difference of ten percent "
-        "between rows is noise (docs/decisions/0019 has the meter's own cost).",
+        "profiled; the first step is left out. Both sides make their steps in turns in one process "
+        "(docs/decisions/0019 has the meter's own cost).",
         bare_loop,
     ),
     Section(
