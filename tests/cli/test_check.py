@@ -40,6 +40,13 @@ def test_a_valid_recipe_is_shown_with_where_each_key_was_said(capsys: pytest.Cap
     )
 
 
+def test_an_evaluation_set_is_shown_by_its_name(capsys: pytest.CaptureFixture[str]):
+    words = ["data.train=a.jsonl", "data.eval={math: a.jsonl, chat: [a.jsonl, b.jsonl]}"]
+    assert main(["check", "my.yaml", *words]) == 0
+    lines = [line.split()[0] for line in capsys.readouterr().out.splitlines() if ": format " in line]
+    assert lines == ["data.train", "data.eval.math", "data.eval.chat[0]", "data.eval.chat[1]"]
+
+
 def test_a_long_value_does_not_widen_the_table(folder: Path, capsys: pytest.CaptureFixture[str]):
     prompts = ", ".join(f"a prompt of several words, number {at}" for at in range(9))
     text = f"\neval: {{samples: {{prompts: [{prompts}]}}}}\n"

@@ -22,7 +22,7 @@ from memtrain.recipes.formats.fields import BadRow
 from memtrain.recipes.formats.media import refuse_media
 from memtrain.recipes.reading.load import LoadedRecipe, load_rest
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.sections.data import Source
+from memtrain.recipes.sections.data import HeldOutSource, Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -112,10 +112,10 @@ def check_run(loaded: LoadedRecipe, left_out: frozenset[str] = frozenset()) -> l
     data = (("data.train", recipe.data.train), ("data.eval", recipe.data.eval))
     for key, sources in () if left_out & {"data", "method"} else data:
         found: list[Found] = []
-        for number, source in enumerate(sources):
+        for number, (source, item) in enumerate(zip(sources, _items(key, sources), strict=True)):
             place = f"{key}[{number}]"
             look.at(
-                key if len(sources) == 1 else place,
+                item,
                 lambda source=source, place=place, found=found: source_words(recipe, source, place, found),
             )
         if len(found) == len(sources) and found and has_tokenizer:
@@ -136,6 +136,16 @@ def check_run(loaded: LoadedRecipe, left_out: frozenset[str] = frozenset()) -> l
         faults = list(dict.fromkeys(fault for error in look.errors for fault in error.faults))
         raise type(look.errors[0])(faults)
     return look.lines
+
+
+def _items(key: str, sources: Sequence[Source]) -> list[str]:
+    """Names of the sources of a key: of the only one `data.eval`, of several `data.eval[1]`, and of
+    evaluation sets with names `data.eval.math`."""
+    names = [f"{key}.{one.set}" if isinstance(one, HeldOutSource) and one.set else key for one in sources]
+    return [
+        name if names.count(name) == 1 else f"{name}[{names[:number].count(name)}]"
+        for number, name in enumerate(names)
+    ]
 
 
 def _nothing(_: object) -> str:
