@@ -9,33 +9,11 @@ from typing import Any, cast, get_args
 
 from memtrain.recipes.reading.renamed_keys import RENAMED_VALUES
 from memtrain.recipes.sections.optim import OptimizerKind
+from memtrain.recipes.trl.batches import batch
 from memtrain.recipes.trl.sampling import ONLINE, sampling
 from memtrain.recipes.trl.translation import Translation
 
 _NO_DROPOUT = ("dpo", "kto", "reward", "distill")
-
-
-def batch(made: Translation) -> None:
-    """Rows of a step: a device's rows x accumulation x devices; completions for GRPO and RLOO."""
-    keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    rows, accumulation = made.get(keys[0], 8), made.get(keys[1], 1)
-    if not isinstance(rows, int) or not isinstance(accumulation, int):
-        return
-    comment = f"{rows} a device x {accumulation} accumulated x {made.processes} processes"
-    made.set("train.batch_size", rows * accumulation * made.processes, comment=comment)
-    if made.method not in ONLINE:
-        return
-    step = rows * accumulation * made.processes
-    rollout = made.config.get("generation_batch_size")
-    held = made.config.get("steps_per_generation")
-    if isinstance(held, int):
-        rollout = rows * made.processes * held
-    if isinstance(rollout, int) and rollout % step:
-        made.lose(
-            "steps_per_generation" if held else "generation_batch_size", "no whole number of optimizer steps"
-        )
-    elif isinstance(rollout, int) and rollout > step:
-        made.set(f"{made.method}.steps_per_rollout", rollout // step)
 
 
 def steps(made: Translation) -> None:
