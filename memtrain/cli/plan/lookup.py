@@ -93,8 +93,14 @@ def _tiny_vocabulary() -> int:
 
 def _on_hub(path: str, revision: str) -> LookedAt:
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    cached = try_to_load_from_cache(path, "config.json", revision=revision)
+    try:
+        cached = try_to_load_from_cache(path, "config.json", revision=revision)
+    except HFValidationError:
+        raise LaunchError(
+            f"'{path}' cannot be the name of a model", "model.path", "give a hub id (owner/name) or a folder"
+        ) from None
     if isinstance(cached, str):
         return LookedAt(read_config_json(Path(cached), "model.path"))
     asked, why = _ask_hub(path, revision)

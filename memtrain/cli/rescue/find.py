@@ -22,8 +22,9 @@ from memtrain.memory.planner.resolve import LENGTH_STEP, Resolved, resolved_if_i
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.edit import with_key
+from memtrain.recipes.importers.engines import UNREAD_STAGE
 from memtrain.recipes.importers.guess import is_recipe
-from memtrain.recipes.importers.importing import Foreign, import_config, read_foreign
+from memtrain.recipes.importers.importing import Foreign, import_config, read_foreign, unset_words
 from memtrain.recipes.reading.load import load_recipe, read_mapping
 from memtrain.recipes.reading.yaml_tree import plain
 from memtrain.recipes.recipe import Recipe
@@ -46,6 +47,9 @@ def allowed_in_turn() -> list[tuple[str, ...]]:
             turns.append((*turns[-1], *step))
     return turns
 
+
+_ENGINES = ("deepspeed", "fsdp", "accelerate_config")
+"""Keys of engines that share a run among cards."""
 
 ROUNDED = 64 * MIB
 """Bytes of other processes that are none: the rounding of a message's sizes."""
@@ -129,6 +133,7 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
     # verl says its devices in its own keys.
     foreign = replace(foreign, processes=int(str(imported.pins["cluster.processes"])))
     foreign, assumed = _with_ranks(foreign, asked, died)
+    assumed += [unset_words(foreign.unset)] if foreign.unset else []
     foreign, missing = with_modules_that_are_there(foreign, imported.whole().model)
     assumed += missing
     wrote = imported.whole().model.dtype
@@ -150,7 +155,8 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
         way = own_way(foreign, was, hardware, budget, asked.max_length, pins)
     text, recipe = _free_recipe(foreign, asked.max_length, pins)
     plan, allowed, facts = _planned(recipe, hardware, budget)
-    listed = was.imported.notes
+    assumed += [line for line in was.imported.notes if UNREAD_STAGE in line]
+    listed = [line for line in was.imported.notes if line not in assumed]
     return Rescue(
         name=foreign.name,
         title=foreign.tool.title,
@@ -190,6 +196,8 @@ def _with_ranks(foreign: Foreign, asked: RescueQuestion, died: OomReport) -> tup
             f"The message is of GPU {died.device}: --num-gpus says how many cards the run had; one is taken."
         )
         return foreign, [words]
+    if any(foreign.config.get(key) for key in _ENGINES):
+        return foreign, ["Nothing says how many cards the run had: one is taken (--num-gpus)."]
     return foreign, []
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
 
 from memtrain.cli.plan.lookup import LookedAt, look_at_model
 from memtrain.cli.plan.model_shape import shape_for
-from memtrain.errors import LaunchError
+from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.model_shape.known_models import known_config, known_name
 from memtrain.memory.rules.adapter_targets import missing_targets
 from memtrain.recipes.importers.importing import Foreign
@@ -46,13 +46,20 @@ def looked_at(path: str, revision: str | None) -> tuple[LookedAt, str]:
 
 
 def with_model(foreign: Foreign, model: str | None) -> Foreign:
-    """The configuration with another model, where one is asked for."""
+    """The configuration with another model, where one is asked for.
+
+    Raises: RecipeError where neither says a model.
+    """
+    named = _model_keys(foreign.tool.keys, foreign.config)
+    if model is None and not named:
+        unset = [text for key, text in foreign.unset.items() if key in _model_keys(foreign.tool.keys, [key])]
+        said = f"the model is {unset[0]}, which nothing sets" if unset else "the configuration names no model"
+        raise RecipeError(said, foreign.name, "add --model owner/name")
     if model is None:
         return foreign
-    keys: dict[str, object] = {
-        key: model for key in _model_keys(foreign.tool.keys, foreign.config) or [_default_key(foreign)]
-    }
-    return replace(foreign, config={**foreign.config, **keys})
+    keys: dict[str, object] = {key: model for key in named or [_default_key(foreign)]}
+    unset = {key: text for key, text in foreign.unset.items() if key not in keys}
+    return replace(foreign, config={**foreign.config, **keys}, unset=unset)
 
 
 def with_modules_that_are_there(foreign: Foreign, model: RecipeModel) -> tuple[Foreign, list[str]]:
@@ -82,7 +89,7 @@ def _without(value: Any, names: Sequence[str]) -> Any:
     return ",".join(word for word in words if word not in names) if set(names) <= set(words) else value
 
 
-def _model_keys(rules: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+def _model_keys(rules: Mapping[str, Any], config: Iterable[str]) -> list[str]:
     """Keys of a configuration that name the model."""
     return [
         key

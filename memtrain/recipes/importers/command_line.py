@@ -11,6 +11,7 @@ from typing import Any, cast
 import yaml
 
 from memtrain.errors import RecipeError
+from memtrain.recipes.importers.shell import commands, names_in
 
 _DEVICES = ("--num_processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-processes")
 _NODES = ("--nnodes", "--num_machines")
@@ -53,6 +54,8 @@ class CommandLine:
     keys: dict[str, Any] = field(default_factory=dict[str, Any])
     """The trainer's arguments: `--key value`, `key=value`."""
     processes: int | None = None
+    unset: dict[str, str] = field(default_factory=dict[str, str])
+    """Arguments whose value is a variable that nothing sets."""
     files: list[Path] = field(default_factory=list[Path])
     """YAML files that it names and that are here."""
 
@@ -79,26 +82,28 @@ def read_command(text: str, name: str) -> CommandLine:
 
     Raises: RecipeError when its quotes do not close.
     """
-    joined = re.sub(r"\\\s*\n", " ", text)
-    found: list[CommandLine] = []
-    known = {"HOME": str(Path.home())}
-    for line in joined.splitlines():
-        stripped = line.strip()
-        assigned = re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)=(\S+)", stripped)
-        if assigned is not None:
-            known[assigned[1]] = assigned[2].strip("\"'")
-        elif stripped and not stripped.startswith("#"):
-            found.append(_parsed(_with_variables(stripped, known), name))
+    found = [(_parsed(line, name), known) for line, known in commands(text)]
     if not found:
         raise RecipeError(f"{name} holds no command", name, "paste the command that trains")
-    best = max(found, key=lambda one: len(one.keys))
+    best, known = max(found, key=lambda one: len(one[0].keys))
     if best.processes is None and (visible := known.get("CUDA_VISIBLE_DEVICES")):
         best.processes = len([word for word in visible.split(",") if word.strip()])
+    _leave_unset(best)
     return best
 
 
-def _with_variables(line: str, known: dict[str, str]) -> str:
-    return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda one: known.get(one[1], one[0]), line)
+def _leave_unset(made: CommandLine) -> None:
+    """Take away values with a variable that nothing sets; a path keeps its last part where that has none."""
+    for key, value in [*made.keys.items()]:
+        text = " ".join(map(str, cast(list[Any], value))) if isinstance(value, list) else str(value)
+        if not names_in(text):
+            continue
+        last = text.rstrip("/").rpartition("/")[2]
+        if names_in(last) or last == text or isinstance(value, list):
+            del made.keys[key]
+            made.unset[key] = text
+        else:
+            made.keys[key] = last
 
 
 def _parsed(line: str, name: str) -> CommandLine:
@@ -122,6 +127,8 @@ def _parsed(line: str, name: str) -> CommandLine:
                 nodes = int(value)
             elif flag == "--config_file":
                 made.keys["accelerate_config"] = value
+            elif flag == "--config" and str(value).endswith((".yaml", ".yml")):
+                _name_file(made, str(value))
             else:
                 made.keys[flag.removeprefix("--").replace("-", "_")] = _value(value)
         elif has_value and not made.words and re.fullmatch(r"[A-Z_][A-Z0-9_]*", flag):
@@ -131,13 +138,18 @@ def _parsed(line: str, name: str) -> CommandLine:
         else:
             if word.endswith(".py") or made.words[-1:] == ["-m"]:
                 _take_launchers(made)
-            made.words.append(word)
-            if word.endswith((".yaml", ".yml")) and Path(word).is_file():
-                made.files.append(Path(word))
+            _name_file(made, word)
         at += 1
     if made.processes is not None:
         made.processes *= nodes
     return made
+
+
+def _name_file(made: CommandLine, word: str) -> None:
+    """Take a word that is no argument, and the file that it names."""
+    made.words.append(word)
+    if word.endswith((".yaml", ".yml")) and Path(word).is_file():
+        made.files.append(Path(word))
 
 
 def _take_launchers(made: CommandLine) -> None:

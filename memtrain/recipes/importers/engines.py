@@ -10,17 +10,21 @@ from typing import Any, cast
 
 import yaml
 
-from memtrain.recipes.importers.tool import ToolReading
-from memtrain.recipes.trl.rules import ReadTogether
+from memtrain.recipes.importers.tool import ToolReading, ToolRule
+from memtrain.recipes.trl.rules import Automatic, ReadTogether
+
+UNREAD_STAGE = (
+    "the DeepSpeed file is not here, and its name does not show the stage; without it each device holds all: "
+    "put the file there, or set cluster.engine"
+)
+"""Reason why a DeepSpeed file is not carried over."""
 
 
 def deepspeed(reading: ToolReading, key: str, value: object) -> None:
     """The stage of a DeepSpeed configuration: a mapping, a file that is here, or one whose name tells it."""
     found = _deepspeed_of(value)
     if found is None:
-        reading.lose(
-            key, "the DeepSpeed file is not here, and its name does not show the stage; set cluster.engine"
-        )
+        reading.lose(key, UNREAD_STAGE)
         return
     stage, offload = found
     if stage == 0:
@@ -106,12 +110,18 @@ def fsdp(reading: ToolReading, key: str, value: object, more: object) -> None:
         reading.set_recipe("cluster.cpu_offload", "parameters", key)
 
 
-ARGUMENTS: Mapping[str, ReadTogether] = dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), ReadTogether())
-"""Arguments of transformers' trainer that say its engine."""
+ARGUMENTS: Mapping[str, ToolRule] = {
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "vllm_device"), ReadTogether()),
+    "fsdp_transformer_layer_cls_to_wrap": Automatic("each layer is a part of its own"),
+}
+"""Arguments of transformers' trainer, and of earlier ones of TRL's, that say its engine and its devices."""
 
 
 def trainers_engine(reading: ToolReading) -> None:
-    """The engine by the arguments of transformers' trainer."""
+    """The engine by the arguments of transformers' trainer, and a card that vLLM has for itself."""
+    if reading.get("vllm_device") is not None and "vllm_mode" not in reading.trl:
+        # TRL 0.14 and 0.15 take it from the devices that the training has not.
+        reading.set_trl("vllm_mode", "server", "vllm_device")
     if reading.get("deepspeed") is not None:
         deepspeed(reading, "deepspeed", reading.config["deepspeed"])
     else:

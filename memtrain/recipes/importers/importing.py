@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from memtrain.errors import Fault, RecipeError
@@ -50,6 +51,8 @@ class Foreign:
     processes: int
     name: str
     """The file, or `the command line`."""
+    unset: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Keys whose value is a variable of the shell that nothing sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ def read_foreign(
             return _script(notebook_code(text, path.name), path, tool, method, processes)
         if path.suffix == ".py":
             return _script(text, path, tool, method, processes)
-        if path.suffix not in (".sh", ".txt", ".bash") or not looks_like(text):
+        if path.suffix in (".yaml", ".yml", ".json") or not looks_like(text):
             return _mapping(path, tool, method, processes)
         return _command(text, path.name, tool, method, processes)
     if looks_like(source):
@@ -163,7 +166,7 @@ def _command(text: str, name: str, tool: str | None, method: str | None, process
         # The script's own calls say all.
         read = _script(_text(script), script, tool, method, processes or number)
         return replace(read, config={**read.config, **config})
-    return _foreign(config, command.words, name, tool, method, processes or number)
+    return _foreign(config, command.words, name, tool, method, processes or number, command.unset)
 
 
 def _switches(keys: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -181,14 +184,16 @@ def _foreign(
     tool: str | None,
     method: str | None,
     processes: int | None,
+    unset: Mapping[str, str] = MappingProxyType({}),
 ) -> Foreign:
     dotted = flat(config)
-    found = TOOLS[tool or guess_tool(dotted, words, name)]
+    found = TOOLS[tool or guess_tool({**dotted, **unset}, words, name)]
     config = dotted if found is VERL else flat(config, only=("trl", "vllm")) if found is AXOLOTL else config
     if method is None and found is TRL:
-        method = guess_method(config, words, name)
+        method = guess_method({**config, **unset}, words, name)
     reading = config.get("num_processes")
-    return Foreign(found, config, method, processes or (reading if isinstance(reading, int) else 1), name)
+    number = processes or (reading if isinstance(reading, int) else 1)
+    return Foreign(found, config, method, number, name, unset)
 
 
 def flat(config: Mapping[str, Any], above: str = "", only: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -202,6 +207,9 @@ def flat(config: Mapping[str, Any], above: str = "", only: tuple[str, ...] = ())
             found[path] = value
     return found
 
+
+UNSET = "a variable that nothing sets: the default is taken"
+"""Reason why a key is not carried over, where its value is a variable of the shell."""
 
 STAND_INS: Mapping[str, object] = {
     "data.train": "rows.jsonl",
@@ -232,6 +240,7 @@ def import_config(
     """
     tool = foreign.tool
     reading = read_keys(tool, foreign.config, foreign.processes)
+    reading.lost += [Lost(key, text, UNSET) for key, text in foreign.unset.items()]
     if foreign.method is not None:
         reading.method = foreign.method
     if reading.method not in IMPORTED:
@@ -307,9 +316,19 @@ def translated(tool: Tool, reading: ToolReading) -> Translation:
     return made
 
 
+def unset_words(unset: Mapping[str, str]) -> str:
+    """A sentence on the keys whose value is a variable that nothing sets."""
+    listed = ", ".join(f"{text} ({key})" for key, text in unset.items())
+    return f"Nothing sets {listed}: the defaults are taken (NAME=value before the command sets one)."
+
+
 def _notes(made: Translation) -> list[str]:
     lines = [
         f"{one.key}: {inline(one.value)} is not carried over: {one.why}{'' if one.why.endswith('?') else '.'}"
         for one in made.lost
+        if one.why != UNSET
     ]
+    unset = {one.key: str(one.value) for one in made.lost if one.why == UNSET}
+    if unset:
+        lines.insert(0, unset_words(unset))
     return lines + [f"note: {note}." for note in made.notes]

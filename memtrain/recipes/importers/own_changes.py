@@ -138,7 +138,8 @@ def _trl(method: str, processes: int) -> list[OwnChange]:
 
 
 def _has_vllm(config: Config) -> bool:
-    return config.get("use_vllm") is True and config.get("vllm_mode", "colocate") == "colocate"
+    shares = config.get("vllm_mode", "server" if config.get("vllm_device") else "colocate") == "colocate"
+    return config.get("use_vllm") is True and shares
 
 
 def _lower(key: str, share: float, default: float, only_where: Callable[[Config], bool]) -> Edit:

@@ -144,3 +144,40 @@ def test_shards_that_were_asked_to_compute_in_float16_do_so(tmp_path: Path):
     found = rescued(RescueQuestion(str(path), gpu="v100-16", num_gpus=8))
     assert found.was is not None
     assert (found.was.priced.settings.engine, found.was.priced.settings.dtype) == ("zero3", "float16")
+
+
+GRPO = "trl grpo --model_name_or_path Qwen/Qwen3-0.6B --bf16 true --use_vllm true --num_generations 8 "
+
+
+def test_vllm_had_a_card_of_its_own_where_an_earlier_trl_named_it():
+    """TRL 0.14 and 0.15: `vllm_device`; later ones without `vllm_mode` share the cards of the training."""
+    beside = rescued(RescueQuestion(GRPO, gpu="4090")).was
+    apart = rescued(RescueQuestion(f"{GRPO} --vllm_device auto", gpu="4090")).was
+    assert beside is not None
+    assert apart is not None
+    assert beside.beside.share_bytes > 0
+    assert apart.beside.share_bytes == 0
+
+
+def test_a_step_of_no_whole_number_of_groups_is_planned_and_told():
+    """Six cards of one completion each are no whole number of groups of four: eight are taken."""
+    line = GRPO.replace("num_generations 8", "num_generations 4 --per_device_train_batch_size 1")
+    found = rescued(RescueQuestion(line, gpu="4090", num_gpus=6))
+    assert any(
+        "a step of 6 completions is no whole number of groups of 4" in one for one in found.differences
+    )
+    assert "batch_size: 8" in found.recipe_text
+
+
+def test_a_number_of_cards_that_nothing_says_is_told():
+    line = "trl sft --model_name_or_path Qwen/Qwen3-0.6B --max_length 512 --deepspeed zero3.json"
+    words = "Nothing says how many cards the run had: one is taken (--num-gpus)."
+    assert words in rescued(RescueQuestion(line, gpu="4090")).notes
+    assert words not in rescued(RescueQuestion(line, gpu="4090", num_gpus=2)).notes
+
+
+def test_an_engine_that_cannot_be_read_is_told_first():
+    line = "trl sft --model_name_or_path Qwen/Qwen3-0.6B --max_length 512 --deepspeed mine.json"
+    found = rescued(RescueQuestion(line, gpu="4090", num_gpus=2))
+    assert any("put the file there, or set cluster.engine" in note for note in found.notes)
+    assert not any("mine.json" in one for one in found.lost)

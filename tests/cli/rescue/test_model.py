@@ -7,7 +7,7 @@ import pytest
 
 from memtrain.__main__ import main
 from memtrain.cli.rescue.find import RescueQuestion, rescued
-from memtrain.errors import LaunchError
+from memtrain.errors import LaunchError, RecipeError
 
 RUN = (
     "model_name_or_path: /data/{folder}\nstage: sft\nfinetuning_type: lora\nlora_target: all\n"
@@ -37,6 +37,21 @@ def test_a_folder_without_a_models_name_asks_for_one(tmp_path: Path):
     found = rescued(RescueQuestion(config, gpu="4090", model="Qwen/Qwen3-8B"))
     assert found.facts is not None
     assert found.facts.shape.num_layers == 36
+
+
+def test_a_command_whose_model_nothing_sets_asks_for_one():
+    line = "trl sft --model_name_or_path $MODEL --max_length 512"
+    with pytest.raises(RecipeError, match=r"the model is \$MODEL, which nothing sets") as caught:
+        rescued(RescueQuestion(line, gpu="4090"))
+    assert caught.value.faults[0].fix == "add --model owner/name"
+    found = rescued(RescueQuestion(line, gpu="4090", model="Qwen/Qwen3-0.6B"))
+    assert not any("Nothing sets" in note for note in found.notes)
+
+
+def test_a_name_that_no_model_can_have_is_an_error_and_no_bug(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(RUN.replace("/data/{folder}", "a model"))
+    with pytest.raises(LaunchError, match="'a model' cannot be the name of a model"):
+        rescued(RescueQuestion(str(tmp_path / "run.yaml"), gpu="4090"))
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ BESIDE_THE_SCHEMA = {
         "deepspeed",
         "fsdp",
         "fsdp_config",
+        "fsdp_transformer_layer_cls_to_wrap",
+        "vllm_device",
         "ref_model",
         "reward_model_name_or_path",
         "unsloth",

@@ -1,0 +1,99 @@
+"""Commands as people paste them: shell scripts, their variables, and logs of them."""
+
+from pathlib import Path
+
+import pytest
+
+from memtrain.errors import RecipeError
+from memtrain.recipes.importers.command_line import read_command
+from memtrain.recipes.importers.importing import import_config, read_foreign
+
+TRAINS = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+
+
+def keys_of(text: str) -> dict[str, object]:
+    return read_command(text, "run.sh").keys
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        'export MODEL="Qwen/Qwen3-8B" # e.g. Qwen/Qwen3-4B',
+        "MODEL='Qwen/Qwen3-8B'",
+        "export A=1 MODEL=Qwen/Qwen3-8B",
+        "OWNER=Qwen\nMODEL=$OWNER/Qwen3-8B",
+        "MODEL=${1:-Qwen/Qwen3-8B}",
+        "+ MODEL=Qwen/Qwen3-8B",
+    ],
+)
+def test_a_variable_is_read_as_the_shell_reads_it(before: str):
+    assert keys_of(f"{before}\n{TRAINS}actor_rollout_ref.model.path=$MODEL $@\n") == {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.model.path": "Qwen/Qwen3-8B",
+    }
+
+
+def test_a_default_stands_where_nothing_sets_the_variable(monkeypatch: pytest.MonkeyPatch):
+    text = "python train.py --max_length ${ROWS:-2048} --lr ${RATE-1e-5}"
+    assert keys_of(text) == {"max_length": 2048, "lr": 1e-5}
+    monkeypatch.setenv("ROWS", "512")
+    assert keys_of(text)["max_length"] == 512
+    assert keys_of(f"ROWS=256\n{text}")["max_length"] == 256
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'ARGS="\n    --nproc_per_node 4 \\\n    --nnodes 1\n"\ntorchrun $ARGS train.py --max_length 512',
+        "ARGS=(\n  --nproc_per_node 4  # cards\n  --nnodes 1\n)\n"
+        'torchrun "${ARGS[@]}" train.py --max_length 512',
+        "+ torchrun --nproc_per_node 4 train.py --max_length 512",
+    ],
+)
+def test_arguments_are_held_in_variables_over_several_lines(text: str):
+    read = read_command(text, "run.sh")
+    assert (read.keys, read.processes) == ({"max_length": 512}, 4)
+
+
+def test_what_nothing_sets_is_left_out_and_told():
+    """The last part of a path without a variable stays: it tells the model, and DeepSpeed's stage."""
+    read = read_command(
+        "python dpo.py --model_name_or_path $ROOT/Qwen3-8B --deepspeed ${HERE}/zero3.json --max_length $LONG "
+        "--output_dir ${HERE}/out_$NAME --beta 0.1",
+        "run.sh",
+    )
+    assert read.keys == {"model_name_or_path": "Qwen3-8B", "deepspeed": "zero3.json", "beta": 0.1}
+    assert read.unset == {"max_length": "$LONG", "output_dir": "${HERE}/out_$NAME"}
+
+
+def test_a_recipe_says_which_variables_nothing_sets():
+    foreign = read_foreign("trl dpo --model_name_or_path Qwen/Qwen3-8B --max_length $LONG --beta $BETA")
+    made = import_config(foreign)
+    assert made.notes[0].startswith("Nothing sets $LONG (max_length), $BETA (beta): the defaults are taken")
+    written = [line for line in made.text.splitlines() if not line.startswith("#")]
+    assert not any("$" in line for line in written)
+
+
+def test_a_log_of_a_script_is_read(tmp_path: Path):
+    log = tmp_path / "run.log"
+    log.write_text(f"+ export NCCL_DEBUG=WARN\n+ NCCL_DEBUG=WARN\n+ {TRAINS}trainer.n_gpus_per_node=8\n")
+    assert read_foreign(str(log)).tool.name == "verl"
+
+
+@pytest.mark.parametrize("launcher", ["trl sft", "accelerate launch sft.py", "python src/open_r1/sft.py"])
+def test_the_file_of_a_command_is_read(launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """TRL's own way: `trl sft --config my.yaml`; an argument after it wins."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text("model_name_or_path: Qwen/Qwen3-8B\nmax_length: 4096\npacking: false\n")
+    read = read_foreign(f"{launcher} --config my.yaml --packing true")
+    assert dict(read.config) == {
+        "model_name_or_path": "Qwen/Qwen3-8B",
+        "max_length": 4096,
+        "packing": True,
+    }
+    assert (read.tool.name, read.method) == ("trl", "sft")
+
+
+def test_quotes_that_never_close_are_told():
+    with pytest.raises(RecipeError, match="No closing quotation"):
+        read_command("python train.py --name 'open\n--max_length 3", "run.sh")
