@@ -143,6 +143,9 @@ MOST_WORDS = 2000
 """Letters of another library's error that are reported: a list of ten thousand weights is not read."""
 
 
+_UNTOLD = re.compile("trust_remote_code|^(Should contain|Model type should be) one of")
+
+
 def words_of(error: BaseException) -> str:
     """The message of another library's error, in one line and whole, or its kind where it is empty.
 
@@ -150,7 +153,7 @@ def words_of(error: BaseException) -> str:
     are left out.
     """
     sentences = re.split(r"(?<=[.!?])\s+|\n+", str(error))
-    told = [one for one in sentences if not re.search("trust_remote_code|^Should contain one of", one)]
+    told = [one for one in sentences if not _UNTOLD.search(one)]
     text = " ".join(" ".join(one.split()) for one in told).strip()
     if not text:
         return type(error).__name__

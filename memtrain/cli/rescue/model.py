@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -20,6 +21,10 @@ _OTHERS = {"verl": "actor_rollout_ref.model.path", "unsloth": "from_pretrained.m
 """Keys of the model, where a configuration has none."""
 
 
+_PICTURES = r"(?<![a-z])(vl|vlm|vision|llava|internvl|omni|audio|paligemma|pixtral)(?![a-z])"
+"""Words in the names of models that read pictures or sound."""
+
+
 @lru_cache(maxsize=8)
 def looked_at(path: str, revision: str | None) -> tuple[LookedAt, str]:
     """(a model's configuration, a note where it is another model's): looked up once for all changes that are
@@ -34,11 +39,11 @@ def looked_at(path: str, revision: str | None) -> tuple[LookedAt, str]:
     name = known_name(path)
     config = None if name is None else known_config(name)
     if name is None or config is None:
-        raise LaunchError(
-            what,
-            "the model of the configuration",
-            "add --model owner/name, a model of the same shape; or give the model's folder",
-        )
+        fix = "add --model owner/name, a model of the same shape; or give the model's folder"
+        if re.search(_PICTURES, path.rpartition("/")[2], re.I):
+            what += "; by its name it reads more than text, and memtrain trains text models"
+            fix = "add --model with the language model inside to plan that part (Qwen/Qwen2.5-7B of its VL)"
+        raise LaunchError(what, "the model of the configuration", fix)
     note = (
         f"{what[0].upper()}{what[1:]}: the shape of {name} is planned, by its name (--model names another)."
     )

@@ -48,6 +48,12 @@ def test_a_command_whose_model_nothing_sets_asks_for_one():
     assert not any("Nothing sets" in note for note in found.notes)
 
 
+def test_a_model_that_reads_pictures_is_told_by_its_name(tmp_path: Path):
+    with pytest.raises(LaunchError, match="by its name it reads more than text") as caught:
+        rescued(RescueQuestion(run_of(tmp_path, "MyOwn-VL-7B"), gpu="4090"))
+    assert "the language model inside" in caught.value.faults[0].fix
+
+
 def test_a_name_that_no_model_can_have_is_an_error_and_no_bug(tmp_path: Path):
     (tmp_path / "run.yaml").write_text(RUN.replace("/data/{folder}", "a model"))
     with pytest.raises(LaunchError, match="'a model' cannot be the name of a model"):

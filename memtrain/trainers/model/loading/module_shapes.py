@@ -44,6 +44,13 @@ def count_model(config: Mapping[str, Any], head: str = "lm") -> tuple[Counts | N
         if "model_type" in config and unknown_type(str(config["model_type"])) is not None:
             fault = unknown_model(config, "model.path")
             return None, {}, f"{NO_RUN}: {fault.faults[0].what}"
+        if "vision_config" in config or "audio_config" in config:
+            kind = config.get("model_type")
+            return (
+                None,
+                {},
+                f"{NO_RUN}: {kind} models read pictures or sound, and memtrain trains text models",
+            )
         return None, {}, f"transformers cannot build it ({type(error).__name__}: {words_of(error)})"
 
 

@@ -23,3 +23,12 @@ def test_a_type_that_transformers_does_not_know_is_planned_with_the_note_that_no
     assert "does not know mynewmodel models" in shape.note
     assert ("comes with its own code" in shape.note) is bool(own)
     assert "Error" not in shape.note
+
+
+def test_a_model_that_reads_pictures_is_told_in_one_sentence():
+    """transformers lists the 200 models that it has beside the one that it has not."""
+    vision = {"depth": 1, "hidden_size": 64, "num_heads": 4, "out_hidden_size": 64, "intermediate_size": 64}
+    shape = counted_shape({"model_type": "qwen2_5_vl", **SIZES, "vision_config": vision})
+    assert shape.starts_no_run
+    assert "qwen2_5_vl models read pictures or sound, and memtrain trains text models" in shape.note
+    assert len(shape.note) < 250
