@@ -42,8 +42,22 @@ def held_words(held: PhasePeak) -> str:
 
 def key_lines(way: Way) -> list[str]:
     """The keys to change in the run's own tool, as its files write them."""
-    lines = [f"{key}: {inline(value)}" for key, value in way.keys.items()]
+    lines = [f"{key}: {inline(value)}{_accelerates(key, value)}" for key, value in way.keys.items()]
     return [*lines, *(f"export {one}" for one in way.environment)]
+
+
+_ACCELERATES = {
+    "zero2": "distributed_type: DEEPSPEED, zero_stage: 2",
+    "zero3": "distributed_type: DEEPSPEED, zero_stage: 3",
+    "zero3_offload": "zero_stage: 3, offload_optimizer_device: cpu, offload_param_device: cpu",
+    "fsdp2": "distributed_type: FSDP, fsdp_version: 2",
+}
+"""Lines of accelerate's file by the engine's name, which only the command of TRL knows."""
+
+
+def _accelerates(key: str, value: object) -> str:
+    told = _ACCELERATES.get(str(value)) if key == "accelerate_config" else None
+    return "" if told is None else f"  # in accelerate's file {told}"
 
 
 def way_words(way: Way, found: Rescue) -> str:

@@ -230,12 +230,8 @@ def _llamafactory(method: str, processes: int) -> list[OwnChange]:
     ]
     if method == "sft":
         made.append(OwnChange("loss", _set("enable_liger_kernel", True)))
-    folder = "examples/deepspeed"
     if processes > 1:
-        made += [
-            OwnChange("sharding", _set("deepspeed", f"{folder}/ds_z{name}_config.json"))
-            for name in ("2", "3", "3_offload")
-        ]
+        made += [OwnChange("sharding", _stage(name)) for name in ("2", "3", "3_offload")]
     pure = {"pure_bf16": True}
     made += [
         OwnChange(
@@ -259,6 +255,17 @@ def _llamafactory(method: str, processes: int) -> list[OwnChange]:
         *_lengths("cutoff_len", 2048),
     ]
     return made
+
+
+def _stage(name: str) -> Edit:
+    """A stage of DeepSpeed, in accelerate's file where that starts the run: both at once are refused."""
+    stage: dict[str, object] = {"deepspeed": f"examples/deepspeed/ds_z{name}_config.json"}
+    accelerates: dict[str, object] = {"accelerate_config": f"zero{name}"}
+    return lambda config: {
+        key: value
+        for key, value in (accelerates if config.get("accelerate_config") else stage).items()
+        if config.get(key) != value
+    }
 
 
 def _four_bits(config: Config) -> Mapping[str, object]:

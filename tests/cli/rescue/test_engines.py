@@ -7,7 +7,7 @@ import pytest
 
 from memtrain.cli.rescue.as_it_was import AsItWas, as_it_was
 from memtrain.cli.rescue.find import RescueQuestion, rescued
-from memtrain.cli.rescue.words import plan_learns
+from memtrain.cli.rescue.words import key_lines, plan_learns
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.units import GIB
 from memtrain.recipes.importers.importing import TOOLS, Foreign
@@ -181,3 +181,17 @@ def test_an_engine_that_cannot_be_read_is_told_first():
     found = rescued(RescueQuestion(line, gpu="4090", num_gpus=2))
     assert any("put the file there, or set cluster.engine" in note for note in found.notes)
     assert not any("mine.json" in one for one in found.lost)
+
+
+def test_a_run_that_accelerates_file_starts_changes_its_engine_there():
+    """LlamaFactory#3494: a DeepSpeed file beside accelerate's FSDP is refused by transformers."""
+    line = (
+        "accelerate launch --config_file fsdp_config.yaml --num_processes 4 src/train_bash.py --stage sft "
+        "--model_name_or_path meta-llama/Meta-Llama-3-70B --finetuning_type lora --quantization_bit 4 --bf16 "
+        "--cutoff_len 1024 --per_device_train_batch_size 1"
+    )
+    found = rescued(RescueQuestion(line, budget="12GiB", gpu="3090"))
+    assert found.own is not None
+    assert found.own.keys.get("accelerate_config") == "zero3_offload"
+    assert "deepspeed" not in found.own.keys
+    assert any("offload_param_device: cpu" in one for one in key_lines(found.own))
