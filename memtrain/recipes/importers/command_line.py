@@ -73,7 +73,7 @@ class CommandLine:
 
 def looks_like(text: str) -> bool:
     """Whether a text is a command line, or a shell script of one."""
-    words = r"(^|\s)--[A-Za-z][\w-]*[ =]|(^|\s)[\w.]+\.[\w.]+=\S|llamafactory-cli|verl\.trainer"
+    words = r"(^|\s)--[A-Za-z][\w.-]*[ =]|(^|\s)[\w.]+\.[\w.]+=\S|llamafactory-cli|verl\.trainer"
     return re.search(f"{words}|{_STARTS}", text, re.M) is not None
 
 

@@ -97,6 +97,7 @@ def make_consistent(made: Translation) -> None:
             value, comment = made.recipe_keys.pop(clash.key)
             if value not in (None, False, "none") and not comment.endswith("default"):
                 made.lost.append(Lost(clash.key, value, clash.why))
+    _sampling(made)
     _policy_knobs(made)
     _correction(made)
     _references(made)
@@ -107,6 +108,16 @@ def make_consistent(made: Translation) -> None:
         made.recipe_keys.pop("generate.vllm.eager")
     if "data.train" not in made.recipe_keys:
         made.notes.append("no rows are named: write them into data.train")
+
+
+def _sampling(made: Translation) -> None:
+    """Keys of sampling of a run that writes nothing: other tools keep them for their inference."""
+    if made.method in (*_ONLINE, "distill"):
+        return
+    for key in [one for one in made.recipe_keys if one.startswith("generate.")]:
+        value, comment = made.recipe_keys.pop(key)
+        if value is not None and not comment.endswith("default"):
+            made.lost.append(Lost(key, value, f"{made.method} writes no completions"))
 
 
 EPSILON = 0.2

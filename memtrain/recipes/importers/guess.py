@@ -46,14 +46,18 @@ _METHOD_SIGNS = {
 }
 
 
+READ = "TRL, Axolotl, LLaMA-Factory, Unsloth and verl"
+"""Tools whose configurations are read."""
+
 UNREAD: Mapping[str, str] = {
     "torchtune": r"torchtune|\btune run\b",
     "ms-swift": r"\bswift (sft|pt|rlhf|megatron)\b|^(rlhf_type|train_type|tuner_type)$",
     "OpenRLHF": r"openrlhf|^(micro_train_batch_size|micro_rollout_batch_size)$",
     "EasyR1": r"^worker\.(actor|rollout)\b",
     "LitGPT": r"\blitgpt\b",
-    "NeMo-RL": r"^policy\.(model_name|dtensor_cfg)|nemo_rl",
-    "torchtitan": r"torchtitan",
+    "NeMo-RL": r"^policy\.(model_name|dtensor_cfg|train_micro_batch_size|train_global_batch_size)|nemo_rl",
+    "prime-rl": r"\bprime[-_]rl\b|^(orchestrator|trainer\.model|inference)\.[a-z_.]+$",
+    "torchtitan": r"torchtitan|^training\.local_batch_size$|^activation_checkpoint\.mode$",
     "xtuner": r"\bxtuner\b",
 }
 """Trainers whose configurations are not read, by words or keys that only they have."""
@@ -68,10 +72,11 @@ def refuse_unread(config: Mapping[str, Any], words: Sequence[str], name: str) ->
     for title, sign in UNREAD.items():
         if any(re.search(sign, text) for text in said):
             raise RecipeError(
-                f"{name} is a configuration of {title}, which memtrain cannot read",
+                f"{name} is a configuration of {title}, which memtrain cannot read (it reads {READ})",
                 name,
                 "write the same run with TRL's keys (model_name_or_path, max_length, "
-                "per_device_train_batch_size, ...) and add --tool trl, or write a recipe (memtrain init)",
+                "per_device_train_batch_size, ...) into a file and add --tool trl; or write a recipe "
+                "(memtrain init sft -o my.yaml), which memtrain plan and rescue take",
             )
 
 
@@ -97,9 +102,9 @@ def guess_tool(config: Mapping[str, Any], words: Sequence[str], name: str) -> st
     best = max(scores, key=lambda tool: scores[tool])
     if not scores[best]:
         raise RecipeError(
-            f"no key of {name} shows which trainer it is for",
+            f"no key of {name} shows which trainer it is for (memtrain reads {READ})",
             name,
-            "give --tool trl, axolotl, llamafactory, unsloth or verl",
+            "give --tool trl, axolotl, llamafactory, unsloth or verl; or write a recipe (memtrain init)",
         )
     return best
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,7 +104,7 @@ def read_foreign(
             return _script(notebook_code(text, path.name), path, tool, method, processes)
         if path.suffix == ".py":
             return _script(text, path, tool, method, processes)
-        if path.suffix in (".yaml", ".yml", ".json") or not looks_like(text):
+        if path.suffix in (".yaml", ".yml", ".json", ".toml") or not looks_like(text):
             return _mapping(path, tool, method, processes)
         return _command(text, path.name, tool, method, processes)
     if looks_like(source):
@@ -135,12 +137,19 @@ def _script(text: str, path: Path, tool: str | None, method: str | None, process
 
 
 def _mapping(path: Path, tool: str | None, method: str | None, processes: int | None) -> Foreign:
-    config = cast(dict[str, Any], plain(read_mapping(path)))
+    config = _toml(path) if path.suffix == ".toml" else cast(dict[str, Any], plain(read_mapping(path)))
     if is_recipe(config):
         raise RecipeError(
             f"{path} is already a recipe of memtrain", str(path), f"run `memtrain check {path}`"
         )
     return _foreign(config, [], path.name, tool, method, processes)
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path} is not valid TOML: {error}", str(path), "fix the file") from None
 
 
 def _command(text: str, name: str, tool: str | None, method: str | None, processes: int | None) -> Foreign:
@@ -309,6 +318,9 @@ def translated(tool: Tool, reading: ToolReading) -> Translation:
         if one.key not in reading.assumed
     ]
     made.lost = [*reading.lost, *renamed]
+    model = str(reading.trl.get("model_name_or_path", ""))
+    if re.search(r"(?<![a-z])(gptq|awq)(?![a-z])", model, re.I):
+        reading.notes.append(f"model.path: {model} holds rounded weights: name the model that they are of")
     made.notes = [*reading.notes, *(note.replace("TRL", tool.title) for note in made.notes)]
     made.recipe_keys = {
         key: (value, comment.replace("TRL", tool.title)) for key, (value, comment) in made.recipe_keys.items()

@@ -63,3 +63,29 @@ def _is_python(text: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
+
+
+MOST_MENDED = 50
+"""Lines of a paste whose indents are mended. Taste."""
+
+
+def with_indents(text: str) -> str:
+    """A script whose indents a paste has lost: beginnings of blocks without a body go, and lines too far in
+    come back; every other text as it is."""
+    lines = text.splitlines()
+    for _ in range(MOST_MENDED):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ast.parse("\n".join(lines))
+        except IndentationError as error:
+            bare = re.search(r"on line (\d+)", error.msg)
+            at = int(bare[1]) if bare else error.lineno or 0
+            if not 0 < at <= len(lines):
+                return text
+            lines[at - 1] = "" if bare else lines[at - 1].lstrip()
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return text
+        else:
+            return "\n".join(lines)
+    return text

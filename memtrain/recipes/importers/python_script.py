@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from memtrain.errors import RecipeError
-from memtrain.recipes.importers.notebook import without_magics
+from memtrain.recipes.importers.notebook import with_indents, without_magics
 
 _PRECISIONS = ("bfloat16", "float16", "float32")
 _SUPPORTED = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
@@ -61,6 +62,8 @@ class Call:
     positional: tuple[Any, ...] = ()
     result: str = ""
     """Variable that the result goes to, where it is one."""
+    is_unread: bool = False
+    """The result goes to a variable that nothing reads."""
 
 
 def calls_of(text: str, name: str) -> list[Call]:
@@ -73,13 +76,14 @@ def calls_of(text: str, name: str) -> list[Call]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(without_magics(text))
+            tree = ast.parse(with_indents(without_magics(textwrap.dedent(text))))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         where = f"{name}:{line}" if line else name
         raise RecipeError(
             f"{name} is not valid Python: {getattr(error, 'msg', error)}", where, "fix the script"
         ) from None
+    read = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
     known: dict[str, Any] = {}
     found: list[Call] = []
     results: dict[ast.expr, str] = {}
@@ -91,7 +95,9 @@ def calls_of(text: str, name: str) -> list[Call]:
         elif isinstance(node, ast.Call):
             call = _call(node, known)
             if call is not None:
-                found.append(replace(call, result=results.get(node, "")))
+                result = results.get(node, "")
+                is_unread = result.isidentifier() and result not in read
+                found.append(replace(call, result=result, is_unread=is_unread))
     return found
 
 

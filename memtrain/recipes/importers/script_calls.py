@@ -41,6 +41,9 @@ OTHER_BITS = (
 )
 """Quantizations that are not bitsandbytes'."""
 
+_ROUNDINGS = ("BitsAndBytesConfig", *OTHER_BITS)
+"""Configurations that a model is loaded with, where it is given them."""
+
 OWN_CODE = (
     "callbacks",
     "compute_loss_func",
@@ -91,6 +94,7 @@ def script_config(text: str, name: str) -> tuple[dict[str, Any], str, bool]:
     roles = dict(_roles(calls))
     references: list[Call] = []
     judges: set[str] = set()
+    loads = any(call.name == LOAD for call in calls)
     for call in calls:
         role = roles.get(call.result, "") if call.result else ""
         if call.name == LOAD and role == "teacher":
@@ -102,7 +106,7 @@ def script_config(text: str, name: str) -> tuple[dict[str, Any], str, bool]:
         ):
             judges.add(call.result)
             config |= {} if _path(call) is None else {"reward_model_name_or_path": _path(call)}
-        else:
+        elif not (call.is_unread and call.name in _ROUNDINGS and loads):
             config |= _arguments(call)
     if set(re.findall(r"\w+", str(config.get("trainer.reward_funcs", "-")))) <= judges and judges:
         config.pop("trainer.reward_funcs", None)

@@ -28,6 +28,11 @@ GRPO = (
 )
 
 
+def script_of(tmp_path: Path, script: str) -> Path:
+    (tmp_path / "script.py").write_text(script)
+    return tmp_path / "script.py"
+
+
 def imported(tmp_path: Path, script: str, **more: int) -> Imported:
     (tmp_path / "train.py").write_text(script)
     return import_config(read_foreign(str(tmp_path / "train.py"), **more), has_stand_ins=True)  # pyright: ignore[reportArgumentType]
@@ -126,11 +131,62 @@ def test_what_a_launcher_says_is_no_key_of_the_trainer(line: str, processes: int
         ("swift rlhf --rlhf_type grpo --model Qwen/Qwen2.5-7B", "ms-swift"),
         ("python -m openrlhf.cli.train_sft --pretrain a/b --micro_train_batch_size 1", "OpenRLHF"),
         ("python3 -m verl.trainer.main config=x.yaml worker.actor.model.model_path=a/b", "EasyR1"),
+        ("uv run examples/run_grpo.py policy.train_micro_batch_size=1 cluster.gpus_per_node=8", "NeMo-RL"),
+        ("uv run prime-rl @ rl.toml --model.name a/b", "prime-rl"),
     ],
 )
 def test_a_trainer_that_is_not_read_is_called_by_its_name(line: str, title: str):
     with pytest.raises(RecipeError, match=f"is a configuration of {title}, which memtrain cannot read"):
         read_foreign(line)
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("[trainer.model]\nseq_len = 4096\n[orchestrator]\nbatch_size = 128\n", "prime-rl"),
+        ("[model]\nname = 'llama3'\n[training]\nlocal_batch_size = 8\n", "torchtitan"),
+    ],
+)
+def test_a_file_in_toml_is_called_by_its_trainer(text: str, title: str, tmp_path: Path):
+    """Both had "no keys" before; which tools are read is said."""
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(RecipeError, match=f"is a configuration of {title}.* reads TRL, Axolotl"):
+        read_foreign(str(tmp_path / "run.toml"))
+
+
+def test_a_quantization_that_the_model_is_not_given_is_none(tmp_path: Path):
+    """trl#3436: `quantization_config` was commented out, and the run planned in 4 bits."""
+    rounded = "bits = BitsAndBytesConfig(load_in_4bit=True)\n"
+    lora = (
+        "model = get_peft_model(model, LoraConfig(r=8))\nSFTTrainer(model, args=SFTConfig(max_length=512))\n"
+    )
+    given = MODEL.replace(", torch", ", quantization_config=bits, torch")
+    assert "quantize: 4bit" in imported(tmp_path, rounded + given + lora).text
+    assert "quantize" not in imported(tmp_path, rounded + MODEL + lora).text
+    # Where the loading is in another file, what is written is what it is for.
+    assert "load_in_4bit" in str(read_foreign(str(script_of(tmp_path, rounded + lora))).config)
+
+
+def test_a_paste_that_lost_its_indents_is_read(tmp_path: Path):
+    """unsloth#4685 and #3542: the body of a function at the margin, a whole script four letters in."""
+    shifted = "".join(f"    {line}\n" for line in GRPO.format(rewards="judge").splitlines())
+    bare = "def rows_of(examples):\ntexts = [one for one in examples]\nreturn {'text': texts}\n"
+    for text in (shifted, bare + GRPO.format(rewards="judge")):
+        assert "num_generations: 4" in imported(tmp_path, text).text
+    with pytest.raises(RecipeError, match="is not valid Python"):
+        imported(tmp_path, "def rows_of(:\n" + GRPO.format(rewards="judge"))
+
+
+def test_sampling_of_a_tools_inference_is_left_out_of_a_run_that_writes_nothing():
+    """LlamaFactory#2939: one file for training and chat; the recipe was refused."""
+    line = (
+        "llamafactory-cli train --stage sft --model_name_or_path Qwen/Qwen1.5-72B-Chat-GPTQ-Int4 "
+        "--top_p 0.6 --temperature 1.15"
+    )
+    made = import_config(read_foreign(line), has_stand_ins=True)
+    assert made.whole().model.quantize == "none"
+    assert "generate.top_p: 0.6 is not carried over: sft writes no completions." in made.notes
+    assert any("holds rounded weights: name the model that they are of" in one for one in made.notes)
 
 
 def test_a_file_that_is_named_as_a_dataset_is_named_once():
