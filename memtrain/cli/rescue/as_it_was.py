@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from memtrain.cli.plan.lookup import ELSEWHERE, LookedAt, facts_without_data, look_at_model
+from memtrain.cli.rescue.evaluation import evaluated
 from memtrain.cli.rescue.model import looked_at
 from memtrain.cli.rescue.vllm_share import Beside, beside_vllm
 from memtrain.errors import RecipeError
@@ -70,7 +72,7 @@ def as_it_was(
     recipe, notes = with_a_length(imported.whole(), max_length)
     facts = replace(facts_of(recipe, hardware, PRESUMED), foreign=TRANSFORMERS)
     taken = looked_at(recipe.model.path, recipe.model.revision)[1] if recipe.model.path else ""
-    notes = (taken, *notes) if taken else notes
+    notes = tuple(one for one in (taken, *notes, _precision_doubt(foreign, recipe)) if one)
     keys = {**imported.pins, **(pins or {}), "memory.budget": budget}
     engine = str(keys["cluster.engine"])
     for nearest in _NEAREST.get(engine, (engine, "fsdp2", "ddp")):
@@ -86,12 +88,28 @@ def as_it_was(
             continue
         if nearest != engine:
             notes = (*notes, f"Planned as {nearest}: memtrain has no {engine} for such a run.")
+        if recipe.online is None:
+            priced = evaluated(priced, foreign, facts)
         is_own = foreign.config.get("unsloth") is True
         beside = beside_vllm(recipe, priced, hardware, shares_weights=is_own)
         if beside.words():
             notes = (*notes, beside.words())
         return AsItWas(imported, recipe, priced, facts, notes, beside)
     raise AssertionError("One engine is always tried.")
+
+
+def _precision_doubt(foreign: Foreign, recipe: Recipe) -> str:
+    """The remark that frozen weights may have been in float32, where nothing says their precision."""
+    is_theirs = foreign.tool.name == "trl" or (
+        foreign.tool.name == "unsloth" and foreign.config.get("unsloth") is not True
+    )
+    is_said = any(re.search(r"dtype|model_init_kwargs", key) for key in foreign.config)
+    if not is_theirs or is_said or recipe.model.adapter is None or recipe.model.quantize != "none":
+        return ""
+    return (
+        "No dtype is written: TRL's default, and transformers' before version 5, holds the frozen weights in "
+        "float32, twice what is planned (dtype: bfloat16 says it)."
+    )
 
 
 def priced_with(

@@ -9,6 +9,7 @@ from typing import get_args
 
 from memtrain.cli.rescue.as_it_was import AsItWas, as_it_was, died_in, facts_of, with_a_length
 from memtrain.cli.rescue.clues import clues
+from memtrain.cli.rescue.engine import with_cards
 from memtrain.cli.rescue.model import with_model, with_modules_that_are_there
 from memtrain.cli.rescue.own_tool import Way, own_way
 from memtrain.cli.rescue.traceback import NOTHING, OomReport, read_traceback
@@ -47,9 +48,6 @@ def allowed_in_turn() -> list[tuple[str, ...]]:
             turns.append((*turns[-1], *step))
     return turns
 
-
-_ENGINES = ("deepspeed", "fsdp", "accelerate_config")
-"""Keys of engines that share a run among cards."""
 
 ROUNDED = 64 * MIB
 """Bytes of other processes that are none: the rounding of a message's sizes."""
@@ -132,7 +130,7 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
     imported = import_config(foreign, has_stand_ins=True)
     # verl says its devices in its own keys.
     foreign = replace(foreign, processes=int(str(imported.pins["cluster.processes"])))
-    foreign, assumed = _with_ranks(foreign, asked, died)
+    foreign, assumed = with_cards(foreign, asked.num_gpus, died)
     assumed += [unset_words(foreign.unset)] if foreign.unset else []
     foreign, missing = with_modules_that_are_there(foreign, imported.whole().model)
     assumed += missing
@@ -182,23 +180,6 @@ def _doubts(facts: PlannerInputs | None) -> tuple[str, ...]:
     """The remark about an uncertain shape, where there is one."""
     note = "" if facts is None else facts.shape.note
     return (f"{note[0].upper()}{note[1:]}.",) if note else ()
-
-
-def _with_ranks(foreign: Foreign, asked: RescueQuestion, died: OomReport) -> tuple[Foreign, list[str]]:
-    """(the configuration on as many cards as the output names, where nothing else says them; notes)."""
-    if asked.num_gpus is not None or foreign.processes > 1:
-        return foreign, []
-    if died.ranks is not None and died.ranks > 1:
-        words = f"The output names rank {died.ranks - 1}: {died.ranks} cards are taken (--num-gpus)."
-        return replace(foreign, processes=died.ranks), [words]
-    if died.device:
-        words = (
-            f"The message is of GPU {died.device}: --num-gpus says how many cards the run had; one is taken."
-        )
-        return foreign, [words]
-    if any(foreign.config.get(key) for key in _ENGINES):
-        return foreign, ["Nothing says how many cards the run had: one is taken (--num-gpus)."]
-    return foreign, []
 
 
 def _own_recipe(asked: RescueQuestion) -> Recipe | None:

@@ -38,7 +38,7 @@ MOMENTS: tuple[tuple[str, str], ...] = (
     (r"cross_entropy|logits|lm_head|log_softmax|logsumexp|get_batch_logps|selective_log_softmax", "loss"),
     (r"ref_model|reference_forward|compute_reference", "reference's pass"),
     (
-        r"from_pretrained|_load_pretrained_model|load_state_dict|prepare_model|\.to\(device|_apply\(|cuda\(",
+        r"from_pretrained|_move_model_to_device|_load_pretrained_model|load_state_dict|prepare_model|\.to\(device|_apply\(|cuda\(",
         "load",
     ),
     (r"\bforward\b|compute_loss|training_step", "forward pass"),
@@ -55,6 +55,9 @@ _MARK = re.compile(
     r"^\s*(?:\[?rank:?\s*(\d+)\]?:|\([\w.:]+(?: [\w.:]+)* pid=\d+[^)]*\)(?: ERROR [^\]]*\])?)\s?"
 )
 """Marks of launchers before each line of a process: torchrun `[rank3]:`, Ray and vLLM `(Worker pid=7)`."""
+
+_FRAME = r"Traceback|File \"|line \d+"
+"""Words of frames."""
 
 _RANK = re.compile(r"^\s*\[rank(\d+)\]:|\blocal_rank: (\d+)|^\s*rank\s*:\s*(\d+) ", re.M)
 
@@ -85,6 +88,14 @@ _VLLM: tuple[tuple[str, str], ...] = (
 """Words of vLLM where its share of the card is too large, or too small."""
 
 
+_ENGINES: tuple[tuple[str, str], ...] = (
+    (r"deepspeed/runtime/zero/(?:stage3|partition)", "zero3"),
+    (r"deepspeed/runtime/zero/stage_1_and_2", "zero2"),
+    (r"torch/distributed/(?:_composable/)?fsdp/", "fsdp2"),
+)
+"""Files of frames, and the engine that they are of."""
+
+
 @dataclass(frozen=True, slots=True)
 class OomReport:
     """Facts of a traceback; None where it does not say them."""
@@ -112,6 +123,8 @@ class OomReport:
     """The message is of ROCm."""
     vllm: str | None = None
     """vLLM's own refusal: `start`, `cache` or `length`."""
+    engine: str | None = None
+    """The engine that its frames are of: `zero2`, `zero3` or `fsdp2`."""
 
 
 NOTHING = OomReport(None, None, None, None, None, None, None, False)
@@ -161,6 +174,7 @@ def read_traceback(text: str) -> OomReport:
         device=None if device is None else int(device[1]),
         is_of_amd=re.search(r"\bHIP (?:out of memory|error)", text) is not None,
         vllm=vllm,
+        engine=next((engine for words, engine in _ENGINES if re.search(words, text)), None),
     )
 
 
@@ -180,6 +194,11 @@ def _first_death(text: str) -> tuple[str, str]:
     found = " ".join(after)
     found = found[found.index("ried to allocate") - 1 :][:MESSAGE_LETTERS]
     more = found.find("ried to allocate", 2)
+    if not any(re.search(_FRAME, line) for line in before):
+        # Ranks write into one another: the frames of the next stand behind the message of the first.
+        before = [_MARK.sub("", line) for line in lines[at + 1 :]]
+        end = next((place for place, line in enumerate(before) if "ried to allocate" in line), len(before))
+        before = before[:end]
     frames = [*_frames(before), lines[at] if "File" in lines[at] else ""]
     return "\n".join(frames), found[:more] if more > 0 else found
 
@@ -207,7 +226,7 @@ def _size(text: str, *patterns: str) -> int | None:
 
 def _moment(frames: str) -> str | None:
     """The moment by the frames before the message; a message alone tells none."""
-    if not re.search(r"Traceback|File \"|line \d+", frames):
+    if not re.search(_FRAME, frames):
         return None
     return next((moment for words, moment in MOMENTS if re.search(words, frames)), None)
 

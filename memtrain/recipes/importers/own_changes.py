@@ -37,7 +37,7 @@ class OwnChange:
 def changes_of(tool: str, method: str, processes: int, *, is_script: bool = False) -> list[OwnChange]:
     """The changes that a tool has for a method, exact ones first. `is_script`: a script of TRL's trainers,
     read by Unsloth's table but without Unsloth."""
-    common = [SEGMENTS]
+    common = [SEGMENTS, *_evaluation(tool, method)]
     if is_script:
         return [*common, *_script(method, processes)]
     made = {
@@ -48,6 +48,14 @@ def changes_of(tool: str, method: str, processes: int, *, is_script: bool = Fals
         "verl": _verl,
     }
     return [*common, *made[tool](method, processes)]
+
+
+def _evaluation(tool: str, method: str) -> list[OwnChange]:
+    """Change to one row at a time where held-out rows are evaluated."""
+    if tool == "verl" or method in ("grpo", "rloo"):
+        return []
+    key = "eval_batch_size" if tool == "axolotl" else "per_device_eval_batch_size"
+    return [OwnChange("evaluation", _set(key, 1))]
 
 
 SEGMENTS = OwnChange(

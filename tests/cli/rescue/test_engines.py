@@ -195,3 +195,44 @@ def test_a_run_that_accelerates_file_starts_changes_its_engine_there():
     assert found.own.keys.get("accelerate_config") == "zero3_offload"
     assert "deepspeed" not in found.own.keys
     assert any("offload_param_device: cpu" in one for one in key_lines(found.own))
+
+
+def test_a_run_is_planned_under_the_engine_of_its_frames():
+    """trl#3436: no file of accelerate's was given, and the weights of each card were planned whole."""
+    line = "trl sft --model_name_or_path Qwen/Qwen3-8B --max_length 512 --use_peft --learning_rate 1e-4"
+    frames = (
+        'File "torch/distributed/fsdp/_flat_param.py", line 9, in unshard\ntorch.OutOfMemoryError: CUDA out '
+        "of memory. Tried to allocate 388.00 MiB. GPU 0 has a total capacity of 9.68 GiB."
+    )
+    found = rescued(RescueQuestion(line, frames, num_gpus=8))
+    assert found.was is not None
+    assert found.was.priced.settings.engine == "fsdp2"
+    assert "The frames of the traceback are of FSDP, and the run is planned under it." in found.notes
+    assert any("No dtype is written" in note for note in found.notes)
+    written = rescued(RescueQuestion(f"{line} --dtype bfloat16 --accelerate_config multi_gpu", frames))
+    assert written.was is not None
+    assert written.was.priced.settings.engine == "ddp"
+    assert not any("No dtype" in note or "frames" in note for note in written.notes)
+
+
+LLAMAFACTORY = (
+    "llamafactory-cli train --stage sft --model_name_or_path deepseek-ai/deepseek-coder-6.7b-base --bf16 "
+    "--finetuning_type lora --cutoff_len 8192 --per_device_train_batch_size 2 --val_size 0.1"
+)
+
+
+def test_the_evaluation_is_planned_with_its_own_rows():
+    """LlamaFactory#3310: two rows were trained, four evaluated, and every tenth step died. Whole logits of
+    4 rows x 8,192 tokens x 32,256 words: three float32 copies and one of half precision, 14 bytes each."""
+    plain = rescued(RescueQuestion(LLAMAFACTORY, gpu="3090", num_gpus=1)).was
+    line = f"{LLAMAFACTORY} --eval_strategy steps --per_device_eval_batch_size 4"
+    found = rescued(RescueQuestion(line, gpu="3090", num_gpus=1))
+    assert plain is not None
+    assert found.was is not None
+    of = {phase.phase: phase for phase in found.was.priced.prediction.phases}
+    logits = {one.owner: one.num_bytes for one in of["evaluation"].owners}["logits"]
+    assert logits == pytest.approx(4 * 8192 * 32256 * 14, rel=0.05)
+    assert found.was.need_bytes > plain.need_bytes
+    fewer = rescued(RescueQuestion(line.replace("size 4", "size 1"), gpu="3090", num_gpus=1)).was
+    assert fewer is not None
+    assert fewer.need_bytes == plain.need_bytes

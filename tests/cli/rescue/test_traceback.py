@@ -145,3 +145,31 @@ def test_the_kernel_slurm_and_ray_kill_for_the_hosts_memory(text: str):
 )  # fmt: skip
 def test_vllms_own_refusals_are_told_apart(text: str, kind: str):
     assert read_traceback(text).vllm == kind
+
+
+def test_frames_behind_the_message_are_those_of_another_rank():
+    """LlamaFactory#1936: ranks write into one another, and the first message stands before any frame."""
+    text = (
+        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 136.00 MiB. GPU 0 has a total "
+        "capacty of 23.65 GiB of which 93.81 MiB is free.\nTraceback (most recent call last):\n"
+        '  File "trainer.py", line 456, in __init__\n    self._move_model_to_device(model, args.device)\n'
+        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB.\n"
+        "    loss.backward()\n"
+    )
+    died = read_traceback(text)
+    assert (died.moment, died.asked_bytes) == ("load", 136 * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("file", "engine"),
+    [
+        ("torch/distributed/fsdp/_flat_param.py", "fsdp2"),
+        ("torch/distributed/_composable/fsdp/_fsdp_param.py", "fsdp2"),
+        ("deepspeed/runtime/zero/stage3.py", "zero3"),
+        ("deepspeed/runtime/zero/partition_parameters.py", "zero3"),
+        ("deepspeed/runtime/zero/stage_1_and_2.py", "zero2"),
+        ("torch/nn/parallel/distributed.py", None),
+    ],
+)
+def test_the_engine_is_known_by_its_frames(file: str, engine: str | None):
+    assert read_traceback(f'  File "/x/site-packages/{file}", line 3, in step\n{NEW}').engine == engine
