@@ -74,6 +74,8 @@ def as_it_was(
     taken = looked_at(recipe.model.path, recipe.model.revision)[1] if recipe.model.path else ""
     notes = tuple(one for one in (taken, *notes, _precision_doubt(foreign, recipe)) if one)
     keys = {**imported.pins, **(pins or {}), "memory.budget": budget}
+    if foreign.grows_segments:
+        keys["memory.expandable_segments"] = True
     engine = str(keys["cluster.engine"])
     for nearest in _NEAREST.get(engine, (engine, "fsdp2", "ddp")):
         there = {"cluster.engine": nearest}

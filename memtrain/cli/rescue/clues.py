@@ -50,9 +50,10 @@ def clues(died: OomReport, was: AsItWas | None, budget: int) -> Iterator[str]:
     if died.capacity_bytes and died.others_bytes and died.others_bytes > LARGE * died.capacity_bytes:
         yield f"Other processes hold {gib(died.others_bytes)} of the card: stop them (nvidia-smi lists them)."
     if died.capacity_bytes and died.idle_bytes and died.idle_bytes > LARGE * died.capacity_bytes:
+        grows = was is not None and was.priced.settings.expandable_segments
+        less = "" if grows else " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces it."
         yield (
-            f"{gib(died.idle_bytes)} were reserved by the allocator but held no tensor (fragmentation). "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces it."
+            f"{gib(died.idle_bytes)} were reserved by the allocator but held no tensor (fragmentation).{less}"
         )
     if was is None:
         return

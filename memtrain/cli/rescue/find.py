@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+from memtrain import __version__
 from memtrain.cli.rescue.as_it_was import AsItWas, as_it_was, died_in, facts_of, with_a_length
 from memtrain.cli.rescue.clues import clues
 from memtrain.cli.rescue.engine import with_cards
@@ -79,6 +80,8 @@ class Rescue:
     name: str
     title: str
     """The tool, as people write it."""
+    version: str
+    """Version of the tool that its keys are known of."""
     method: str
     hardware: Hardware
     budget_bytes: int
@@ -158,6 +161,7 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
     return Rescue(
         name=foreign.name,
         title=foreign.tool.title,
+        version=foreign.tool.version,
         method=was.imported.method,
         hardware=hardware,
         budget_bytes=budget,
@@ -201,6 +205,7 @@ def _of_recipe(asked: RescueQuestion, recipe: Recipe, died: OomReport) -> Rescue
     return Rescue(
         name=Path(asked.config).name,
         title="memtrain",
+        version=__version__,
         method=recipe.method,
         hardware=hardware,
         budget_bytes=budget,

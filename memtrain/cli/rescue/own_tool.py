@@ -11,7 +11,7 @@ from memtrain.errors import MemtrainError
 from memtrain.memory.estimate.pricing import Priced, fits_host
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.recipes.importers.importing import Foreign
-from memtrain.recipes.importers.own_changes import OwnChange, changes_of
+from memtrain.recipes.importers.own_changes import SEGMENTS, OwnChange, changes_of
 
 MOST_TRIED = 150
 """Combinations that are priced. Taste: a few seconds."""
@@ -87,6 +87,8 @@ def own_way(
     search = _Search(foreign, hardware, budget, max_length, pins)
     is_script = foreign.tool.name == "unsloth" and foreign.config.get("unsloth") is not True
     changes = changes_of(foreign.tool.name, was.imported.method, foreign.processes, is_script=is_script)
+    if foreign.grows_segments:
+        changes = [one for one in changes if one is not SEGMENTS]
     exact = [one for one in changes if not one.learns and search.way((one,)) is not None]
     others = [one for one in changes if one.learns and search.way((one,)) is not None]
     for chosen in _combinations(exact):

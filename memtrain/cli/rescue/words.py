@@ -13,6 +13,7 @@ from memtrain.cli.rescue.find import Rescue
 from memtrain.cli.rescue.own_tool import Way
 from memtrain.memory.estimate.host_phases import STEPS
 from memtrain.memory.estimate.pricing import Priced, phases_on_host
+from memtrain.memory.estimate.static import slack_share
 from memtrain.memory.plan.plan import PhasePeak
 from memtrain.memory.plan.units import gib
 from memtrain.memory.strategies.registry import STRATEGIES
@@ -37,6 +38,18 @@ def held_words(held: PhasePeak) -> str:
     """The heading of the owners."""
     return (
         f"What held the memory, in the {held.phase} ({gib(held.num_bytes)} of live tensors on each device):"
+    )
+
+
+def rest_words(found: Rescue) -> str:
+    """The part of the run's need that no tensor has."""
+    if found.was is None:
+        return ""
+    priced = found.was.priced
+    rest, slack = priced.need_bytes - priced.prediction.peak.num_bytes, slack_share(priced.settings)
+    return (
+        f"Its need counts {gib(rest)} more at its peak: the CUDA context, {slack:.0%} of the tensors for "
+        "what the allocator cannot fill, and a margin."
     )
 
 
@@ -153,6 +166,7 @@ def print_rescue(found: Rescue, output: Path | None) -> None:
         print_text(held_words(found.held))
         rows = [(one.owner, gib(one.num_bytes)) for one in found.held.owners]
         print_table(("owner", "bytes"), rows)
+        print_text(rest_words(found))
     if found.title != "memtrain":
         _print_own(found)
     _print_plan(found, output)
@@ -178,7 +192,7 @@ def _print_own(found: Rescue) -> None:
     if found.own is None:
         print_text(no_change_words(found))
         return
-    print_text(f"The smallest change in {found.title}:")
+    print_text(f"The smallest change in {found.title} (keys of {found.version}):")
     for line in key_lines(found.own):
         typer.echo(f"  {line}")
     print_text(way_words(found.own, found))
@@ -218,6 +232,7 @@ def as_json(found: Rescue) -> dict[str, Any]:
     return {
         "run": found.name,
         "tool": found.title,
+        "tool_version": found.version,
         "method": found.method,
         "device": found.hardware.words(),
         "budget_bytes": found.budget_bytes,

@@ -55,6 +55,8 @@ class Foreign:
     """The file, or `the command line`."""
     unset: Mapping[str, str] = field(default_factory=dict[str, str])
     """Keys whose value is a variable of the shell that nothing sets."""
+    grows_segments: bool = False
+    """The command or script lets torch's allocator grow its segments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +103,26 @@ def read_foreign(
     if path is not None and path.is_file():
         text = _text(path)
         if path.suffix == ".ipynb":
-            return _script(notebook_code(text, path.name), path, tool, method, processes)
+            code = notebook_code(text, path.name)
+            return _with_segments(_script(code, path, tool, method, processes), code)
         if path.suffix == ".py":
-            return _script(text, path, tool, method, processes)
+            return _with_segments(_script(text, path, tool, method, processes), text)
         if path.suffix in (".yaml", ".yml", ".json", ".toml") or not looks_like(text):
             return _mapping(path, tool, method, processes)
-        return _command(text, path.name, tool, method, processes)
+        return _with_segments(_command(text, path.name, tool, method, processes), text)
     if looks_like(source):
-        return _command(source, "the command line", tool, method, processes)
+        return _with_segments(_command(source, "the command line", tool, method, processes), source)
     raise RecipeError(
         f"there is no file {source}",
         "the command line",
         "name a configuration, a script, or paste a command line",
     )
+
+
+def _with_segments(found: Foreign, text: str) -> Foreign:
+    """The same, with the allocator's variable where a line sets it (PYTORCH_CUDA_ALLOC_CONF)."""
+    grows = re.search(r"^[^#\n]*expandable_segments:\s*True", text, re.M) is not None
+    return replace(found, grows_segments=grows or found.grows_segments)
 
 
 def _text(path: Path) -> str:
@@ -132,7 +141,7 @@ def _script(text: str, path: Path, tool: str | None, method: str | None, process
         config["unsloth"] = True
     elif used is UNSLOTH:
         # The same calls without Unsloth's own are a script of TRL, and are called so.
-        used = replace(UNSLOTH, title=TRL.title)
+        used = replace(UNSLOTH, title=TRL.title, version=TRL.version)
     return Foreign(used, config, method or found, processes or 1, path.name)
 
 

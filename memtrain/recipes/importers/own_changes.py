@@ -322,6 +322,24 @@ def _script(method: str, processes: int) -> list[OwnChange]:
     return [checkpointing, *others, *adapters]
 
 
+def _counts_rows(config: Config) -> bool:
+    return config.get(f"{_AR}.actor.use_dynamic_bsz") is not True
+
+
+def _fewer_tokens(share: int) -> Edit:
+    """Micro-batches of fewer tokens where verl counts them so, each as long as the longest row at least."""
+    key = f"{_AR}.actor.ppo_max_token_len_per_gpu"
+
+    def edit(config: Config) -> Mapping[str, object]:
+        tokens = config.get(key, 16384)
+        lengths = [config.get(f"data.max_{part}_length", 512) for part in ("prompt", "response")]
+        if _counts_rows(config) or not all(isinstance(one, int) for one in (tokens, *lengths)):
+            return {}
+        return {key: tokens // share} if tokens // share >= sum(lengths) else {}
+
+    return edit
+
+
 def _verl(method: str, processes: int) -> list[OwnChange]:
     if method == "sft":
         micro_batch = "data.micro_batch_size_per_gpu"
@@ -334,7 +352,8 @@ def _verl(method: str, processes: int) -> list[OwnChange]:
     micro_batch = f"{_AR}.actor.ppo_micro_batch_size_per_gpu"
     return [
         OwnChange("checkpointing", _set(f"{_AR}.model.enable_gradient_checkpointing", True, default=True)),
-        *(OwnChange("rows", _set(micro_batch, rows)) for rows in (4, 2, 1)),
+        *(OwnChange("rows", _set(micro_batch, rows, only_where=_counts_rows)) for rows in (4, 2, 1)),
+        *(OwnChange("rows", _fewer_tokens(share)) for share in (2, 4, 8)),
         OwnChange("loss", _set(f"{_AR}.model.use_fused_kernels", True)),
         OwnChange("sleep", _set(f"{_AR}.rollout.free_cache_engine", True, default=True)),
         *(OwnChange("share", _set(f"{_AR}.rollout.gpu_memory_utilization", share)) for share in (0.5, 0.3)),

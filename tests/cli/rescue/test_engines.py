@@ -7,10 +7,12 @@ import pytest
 
 from memtrain.cli.rescue.as_it_was import AsItWas, as_it_was
 from memtrain.cli.rescue.find import RescueQuestion, rescued
-from memtrain.cli.rescue.words import key_lines, plan_learns
+from memtrain.cli.rescue.words import key_lines, plan_learns, rest_words
+from memtrain.memory.estimate.pricing import MARGIN_SHARE
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.units import GIB
-from memtrain.recipes.importers.importing import TOOLS, Foreign
+from memtrain.recipes.importers.importing import TOOLS, Foreign, read_foreign
+from memtrain.recipes.importers.own_changes import SEGMENTS, changes_of
 
 FULL = {
     "base_model": "mistralai/Mistral-7B-v0.1",
@@ -236,3 +238,37 @@ def test_the_evaluation_is_planned_with_its_own_rows():
     fewer = rescued(RescueQuestion(line.replace("size 4", "size 1"), gpu="3090", num_gpus=1)).was
     assert fewer is not None
     assert fewer.need_bytes == plain.need_bytes
+
+
+VERL = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.max_prompt_length=2048 "
+    "data.max_response_length=512 actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B-Instruct "
+    "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.rollout.n=4 "
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.3 trainer.n_gpus_per_node=6"
+)
+
+
+def test_segments_that_grow_are_counted_where_the_run_has_them():
+    """ToolRL#39: the script sets the variable; 26% of the tensors were counted for fragments, 5% are."""
+    without, grows = (
+        rescued(RescueQuestion(f"{before}{VERL}", gpu="3090"))
+        for before in ("# PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n", f"{SEGMENTS.environment} ")
+    )
+    assert without.was is not None
+    assert grows.was is not None
+    tensors = grows.was.priced.prediction.peak.num_bytes
+    assert without.was.need_bytes - grows.was.need_bytes == pytest.approx(
+        0.21 * tensors * (1 + MARGIN_SHARE), rel=1e-3
+    )
+    assert "5% of the tensors" in rest_words(grows)
+    assert "26% of the tensors" in rest_words(without)
+
+
+def test_verls_micro_batches_are_of_fewer_tokens_where_it_counts_them():
+    """Rows of a micro-batch have no effect under use_dynamic_bsz; 2,560 tokens are the longest row."""
+    kinds = [one for one in changes_of("verl", "grpo", 6) if one.kind == "rows"]
+    config = read_foreign(VERL).config
+    key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    assert [edit for one in kinds if (edit := one.edit(config))] == [{key: 8192}, {key: 4096}]
+    still = {**config, "actor_rollout_ref.actor.use_dynamic_bsz": False}
+    assert all(key not in one.edit(still) for one in kinds)
