@@ -25,6 +25,7 @@ from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
 from memtrain.trainers.model.experts.adapters import beside_experts, shapes_of_packed
 from memtrain.trainers.model.loading.adapter_targets import check_targets
 from memtrain.trainers.model.loading.dora_parts import magnitudes_in_parts
+from memtrain.trainers.model.loading.dora_product import multiply_without_identity
 from memtrain.trainers.model.loading.lora_layers import in_few_kernels
 from memtrain.trainers.model.loading.sharded_init import is_keeping
 from memtrain.trainers.model.quantized.dora import show_numbers_to_dora
@@ -49,6 +50,7 @@ def add_adapter(
     """
     check_targets(model, adapter, quantize=quantize)
     show_numbers_to_dora()
+    multiply_without_identity()
     targets = adapter.target_modules
     config = LoraConfig(
         task_type=TASKS[head],
@@ -107,6 +109,7 @@ def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
     Raises: LaunchError when the adapter does not fit the model, or is neither LoRA nor DoRA.
     """
     show_numbers_to_dora()
+    multiply_without_identity()
     with warnings.catch_warnings():
         # PEFT up to 0.21 reads the name that transformers 5.23 renamed.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.* is deprecated")
