@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import singledispatch
 from typing import Any
 
 from peft.tuners.lora import dora, variants
@@ -18,13 +19,17 @@ def show_numbers_to_dora() -> None:
     has another shape.
     """
     for module in (dora, variants):
-        vars(module)["dequantize_module_weight"] = _numbers
+        vars(module)["dequantize_module_weight"] = numbers_of
 
 
-def _numbers(layer: nn.Module) -> Tensor:
-    """[O, I]: the weight of a linear map, as it computes."""
-    if isinstance(layer, PackedLinear):
-        return unpacked(layer)
+@singledispatch
+def numbers_of(layer: nn.Module) -> Tensor:
+    """[O, I]: the weight of a linear map, as it computes; kinds that PEFT does not know are registered."""
     plain: Any = dequantize_module_weight
     weight: Tensor = plain(layer)
     return weight
+
+
+@numbers_of.register
+def _(layer: PackedLinear) -> Tensor:
+    return unpacked(layer)

@@ -29,6 +29,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.model.experts.forward import is_experts, stacks_of, take_own_forward
 from memtrain.trainers.model.quantized import quantizer
+from memtrain.trainers.model.quantized.dora import numbers_of
 from memtrain.trainers.model.quantized.packed import pack
 from memtrain.trainers.tools.trace.fake_host import HOST
 
@@ -113,6 +114,11 @@ class Packed4bit(_Packed):
         return torch.zeros(self.out_features, self.in_features, dtype=self.dtype, device=device)
 
 
+@numbers_of.register
+def _(layer: Packed4bit) -> Tensor:
+    return layer.dequantized()
+
+
 class Linear4bit(LoraLinear):
     """PEFT's layer beside a map that bitsandbytes has packed in 4 bits, whose name it has."""
 
@@ -160,6 +166,12 @@ class Packed8bit(_Packed):
     def forward(self, input: Tensor) -> Tensor:
         """The product."""
         return _Product8bit.apply(input, self)
+
+
+@numbers_of.register
+def _(layer: Packed8bit) -> Tensor:
+    # In float32, as bitsandbytes gives it.
+    return layer.weight * layer.row_scales.unsqueeze(1)
 
 
 class _Product8bit(torch.autograd.Function):

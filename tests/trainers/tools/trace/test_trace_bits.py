@@ -12,6 +12,7 @@ from trace_cases import CASES, HALF, LLAMA, sft
 from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
+from memtrain.recipes.sections.model import Adapter
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.tools.trace.bitsandbytes import BlockwiseStates, Packed4bit, Packed8bit
@@ -118,3 +119,13 @@ def test_the_arithmetic_knows_packed_weights():
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     reported = next(phase.num_bytes for phase in case.estimated().phases if phase.phase == "load")
     assert reported == pytest.approx(held - 14 * 1092, rel=0.002)
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_dora_beside_packed_weights_is_traced(bits):
+    """Its norms are taken of unpacked weights: of two halves in a byte they have no such shape."""
+    adapter = Adapter(r=8, kind="dora", target_modules=("down_proj",))
+    case = sft(LLAMA, HALF | CUDA | {"adapter": adapter, "quantize": bits})
+    origins = {(one.operator, one.num_bytes) for one in trace(case.job).recorder.origins}
+    unpacked = 128 * 352 * (2 if bits == "4bit" else 4)
+    assert ("zeros.default" if bits == "4bit" else "mul.Tensor", unpacked) in origins
