@@ -9,12 +9,22 @@ a bytes of an activation (2 in half precision, 4 in float32).
 
 from __future__ import annotations
 
-from memtrain.memory.estimate.adapters import adapter_kept, adds_in_one_kernel
+from memtrain.memory.estimate.adapters import adapter_kept, adapts, adds_in_one_kernel, kept_by
 from memtrain.memory.estimate.context_parallel import (
     gathered_backward,
     gathered_forward,
     score_pairs,
     ulysses_kept,
+)
+from memtrain.memory.estimate.dora import (
+    FACTORS,
+    last_magnitudes_backward,
+    magnitudes_backward,
+    norms_forward,
+    norms_recomputed,
+    scaled_forward,
+    scales,
+    scales_in_float,
 )
 from memtrain.memory.estimate.experts import (
     clamped_forward,
@@ -24,7 +34,7 @@ from memtrain.memory.estimate.experts import (
     widest_mlp,
 )
 from memtrain.memory.estimate.flash_scratch import flash_scratch
-from memtrain.memory.estimate.quantized import packs_itself, unpacked
+from memtrain.memory.estimate.quantized import LAST, packs_itself, unpacked
 from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.model_shape.shape import MLP_NAMES
 
@@ -94,7 +104,7 @@ def mlp_kept(load: Workload) -> int:
 
 def needs_product(load: Workload) -> bool:
     """Whether the last map of the MLP keeps its input."""
-    return load.trains_all or _keeps_input(load, "down_proj")
+    return load.trains_all or _keeps_input(load, LAST)
 
 
 @once
@@ -156,16 +166,23 @@ def layer_backward(load: Workload) -> int:
     (the product itself is gone by then; Liger writes them over the factors, and the product's own is there).
     In the attention: what the attention kept, its gradients, and the kernel's scratch. Packed weights are
     unpacked at other moments; bitsandbytes' 8-bit products hold copies of their rows besides. A norm after
-    the MLP goes before both, while all that the layer kept is there.
+    the MLP goes before both, while all that the layer kept is there; the norm between them is the highest
+    where the MLP is narrow.
     """
     if load.settings.quantize == "8bit" and load.shape.experts is None and not packs_itself(load.settings):
         return max(mlp_backward(load), attention_backward(load)) + dequantized(load)
     made = max(mlp_backward(load), attention_backward(load), unpacking_backward(load))
+    made = max(made, _norm_between_backward(load))
     if load.shape.family.norms_after and not load.settings.liger:
-        made = max(made, layer_kept(load) + _last_norm_backward(load))
+        made = max(made, layer_kept(load) + _inner_norm_backward(load))
     if load.settings.checkpoint_every:
         made = max(made, experts_recomputed(load, layer_kept(load), keeps_input=_keeps_mlp_input(load)))
-    return max(made, recomputed_forward(load))
+    return max(
+        made,
+        last_magnitudes_backward(load, layer_kept(load)),
+        norms_recomputed(load, layer_kept(load), needs_product(load)),
+        recomputed_forward(load),
+    )
 
 
 def unpacking_backward(load: Workload) -> int:
@@ -206,26 +223,18 @@ def mlp_backward(load: Workload) -> int:
         clamped = layer_kept(load) + a * N * shape.width + clamped_forward(load)
         of_experts = max(experts_backward(load, layer_kept(load)), clamped)
     if shape.num_expert_layers == shape.num_layers:
-        return of_experts + _scales_in_float(load, *MLP_NAMES) * 16 * N * widest_mlp(load)
-    if _scales_in_float(load, *MLP_NAMES):
-        return max(_magnitudes_backward(load), of_experts)
+        return of_experts + scales_in_float(load, *MLP_NAMES) * 16 * N * widest_mlp(load)
+    if scales_in_float(load, *FACTORS):
+        return max(magnitudes_backward(load, layer_kept(load), mlp_kept(load)), of_experts)
     if load.settings.liger:
         # Where the last map is adapted, gradients of its two products and their sum; its input is gone.
         factors = 1 + (load.settings.adapter is not None and needs_product(load))
     else:
-        factors = 2 + (not needs_product(load) and (load.is_fused or not adapts(load, "down_proj")))
-    made = a * N * (shape.width + factors * shape.mlp_width)
+        factors = 2 + (not needs_product(load) and (load.is_fused or not adapts(load, LAST)))
+    # Of a last map that DoRA scales both outputs are gone.
+    width = shape.width * (1 - 2 * scales(load, LAST))
+    made = a * N * (width + factors * shape.mlp_width)
     return max(layer_kept(load) + made, of_experts)
-
-
-def _magnitudes_backward(load: Workload) -> int:
-    """Bytes at the first of the MLP's two adapted factors in half precision under DoRA: what the last map
-    kept is gone, and so are the factors but for the gate; gradients of both factors and of the residual
-    stream are there, and the output, its gradient and two products in float32."""
-    shape, N, a = load.shape, load.N, load.a
-    of_last = 2 * shape.width * adapts(load, "down_proj")
-    left = layer_kept(load) - mlp_kept(load) + a * N * (shape.mlp_width + shape.width - of_last)
-    return left + N * shape.mlp_width * (2 * a + 16)
 
 
 @once
@@ -311,8 +320,8 @@ def layer_forward(load: Workload) -> int:
     """
     shape, N, a = load.shape, load.N, load.a
     product = a * N * 3 * shape.mlp_width + _adapted_forward(load)
-    product += _scales_in_float(load, *MLP_NAMES) * 8 * N * shape.mlp_width
-    factor = 2 * a * N * shape.mlp_width + dequantized(load)
+    product += scaled_forward(load, *FACTORS)
+    factor = 2 * a * N * shape.mlp_width + max(dequantized(load), norms_forward(load, *MLP_NAMES))
     if load.settings.quantize == "8bit" and not packs_itself(load.settings):
         factor = N * shape.width + N * shape.mlp_width * (a + 6 + a * (load.settings.dtype != "float16"))
     mlp = 4 * a * N * shape.width + max(product, factor)
@@ -351,19 +360,26 @@ def norm_backward(load: Workload) -> int:
     return load.N * load.shape.width * (copies + others * load.a)
 
 
-def _last_norm_backward(load: Workload) -> int:
-    """The same of a norm that a layer ends with, in half precision: the gradient that comes in and five
-    float32 copies, after which the normalized form that is kept for a trained scale is gone."""
+def _inner_norm_backward(load: Workload) -> int:
+    """The same of a norm in a layer, in half precision: the gradient that comes in and five float32 copies,
+    after which the normalized form that is kept for a trained scale is gone."""
     if not load.is_half:
         return norm_backward(load)
-    return load.N * load.shape.width * (load.a + 20 - 4 * load.trains_all)
+    normalized = (4 if load.shape.family.norms_in_float else load.a) * load.trains_all
+    return load.N * load.shape.width * (load.a + 20 - normalized)
 
 
-def _scales_in_float(load: Workload, *names: str) -> bool:
-    """Whether DoRA scales half-precision outputs of any of the maps by float32 magnitudes: its products are
-    float32 for a moment."""
-    adapter = load.settings.adapter
-    return adapter is not None and adapter.kind == "dora" and load.is_half and adapts(load, *names)
+@once
+def _norm_between_backward(load: Workload) -> int:
+    """Bytes at the norm between attention and MLP in a layer's backward pass, in half precision and without
+    kernels of its own: all that was kept before the MLP and by the norm."""
+    if not load.is_half or load.is_fused or load.settings.liger:
+        return 0
+    adapter, of_mlp = load.settings.adapter, mlp_kept(load)
+    if adapter is not None:
+        of_mlp += kept_by(load, [part for part in load.shape.adapted(adapter) if part.name in MLP_NAMES])
+    of_mlp += _keeps_mlp_input(load) * load.a * load.N * load.shape.width
+    return layer_kept(load) - of_mlp + _inner_norm_backward(load)
 
 
 @once
@@ -383,10 +399,3 @@ def _keeps_input(load: Workload, *names: str) -> bool:
         return True
     adapter = load.settings.adapter
     return adapter is not None and not adapter.dropout and adapts(load, *names)
-
-
-@once
-def adapts(load: Workload, *names: str) -> bool:
-    """Whether any of the maps is adapted; any map at all where a family's names are its own."""
-    adapter, is_counted = load.settings.adapter, load.shape.counts is not None
-    return adapter is not None and any(is_counted or p.name in names for p in load.shape.adapted(adapter))

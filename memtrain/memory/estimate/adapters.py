@@ -96,6 +96,13 @@ def without_adapters(load: Workload) -> Workload:
     return replace(load, settings=bare)
 
 
+@once
+def adapts(load: Workload, *names: str) -> bool:
+    """Whether any of the maps is adapted; any map at all where a family's names are its own."""
+    adapter, is_counted = load.settings.adapter, load.shape.counts is not None
+    return adapter is not None and any(is_counted or p.name in names for p in load.shape.adapted(adapter))
+
+
 def is_plain(adapter: Adapter) -> bool:
     """Whether an adapter's product may be added to its map's output in one kernel (`adds_in_one_kernel`)."""
     scale = adapter.alpha / (math.sqrt(adapter.r) if adapter.rslora else adapter.r)

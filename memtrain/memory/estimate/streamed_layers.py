@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memtrain.memory.estimate.activations import (
-    adapts,
     attention_kept,
     keeps_its_input,
     layer_boundary,
@@ -21,7 +20,7 @@ from memtrain.memory.estimate.activations import (
     whole_scores,
     windows_backward,
 )
-from memtrain.memory.estimate.adapters import adds_in_one_kernel, kept_by
+from memtrain.memory.estimate.adapters import adapts, adds_in_one_kernel, kept_by
 from memtrain.memory.estimate.context_parallel import num_gathered_kv
 from memtrain.memory.estimate.experts import experts_backward, experts_recomputed, stack_gradients
 from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch
