@@ -9,7 +9,7 @@ from memtrain.memory.estimate.activations import layer_forward, norm_kept
 from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.sharded.sharding import gathered, share
 from memtrain.memory.estimate.static import gradient_bytes, static_bytes, weights_bytes
-from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import DTYPE_BYTES, HeadOutput, HeaviestBatch, Workload
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
@@ -19,6 +19,8 @@ READ_TOKENS = 8192
 """Tokens that a reward model reads at once, where no answer alone is longer (rewards/models.py)."""
 
 STEPS = ("first step", "steady step")
+OF_VALUE = "value model's step"
+"""Owner of what a value model's own passes and gradients hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +103,9 @@ def with_beside(
         return prediction
 
     def added(phase: PhasePeak) -> dict[str, int]:
-        passes = any(owned.owner == "activations" for owned in phase.owners)
+        moment = {owned.owner: owned.num_bytes for owned in phase.owners}
         return {"reward models": judges} | value_model(
-            load, activations, phase.phase, passes=passes, accumulates=accumulates
+            load, activations, phase.phase, moment, accumulates=accumulates
         )
 
     return prediction.model_copy(
@@ -111,17 +113,26 @@ def with_beside(
     )
 
 
+def value_load(load: Workload) -> Workload:
+    """The load of a value model of its own: no vocabulary, and a number for each token."""
+    alone = {"value": "none", "reference": "none"}
+    shape = replace(headless(load.shape), tied=False, ends_in="score")
+    batch = load.batch._replace(scored_tokens=0, asks=HeadOutput.NLL)
+    return Workload(load.settings.model_copy(update=alone), shape, batch)
+
+
 def value_model(
-    load: Workload, activations: int, phase: str, *, passes: bool, accumulates: bool = True
+    load: Workload, activations: int, phase: str, moment: Mapping[str, int], *, accumulates: bool = True
 ) -> dict[str, int]:
     """Bytes that a value model of its own adds to a moment of a phase; nothing where there is none.
 
-    `passes`: activations are held then: in the update of a step there are none, and in the first step there
-    are no states before it. Its backward pass comes after the policy's: of a single micro-batch its gradients
-    are not there while the policy's activations are.
+    Where the policy holds no activations a step makes its update, and in the first step there are no states
+    before it. The model's backward pass comes after the policy's: of a single micro-batch its gradients are
+    not there while the policy's activations are, and a moment of that pass has counted them.
     """
     if load.settings.value != "own":
         return {}
+    passes = moment.get("activations", 0) > 0 or OF_VALUE in moment
     if phase == "load" and shards_weights(load.settings) and not load.settings.loads_shards:
         return {"value model": weights_bytes(load.settings, headless(load.shape))}
     static = static_bytes(load.settings, headless(load.shape))
@@ -131,7 +142,8 @@ def value_model(
     # ZeRO-2 lays its part of the gradients end to end beside what was summed before; ZeRO-3 holds its part
     # from the beginning (zero_moments).
     engine = load.settings.engine if load.settings.num_processes > 1 else "ddp"
-    gradients = gradient_bytes(load.settings, headless(load.shape), accumulates=True)
+    added_up = accumulates or engine != "ddp"
+    gradients = gradient_bytes(load.settings, headless(load.shape), accumulates=added_up)
     made = gradients * {"zero2": 2, "zero3": 0}.get(engine, 1)
     if passes and not accumulates and engine == "ddp":
         made = 0
@@ -139,8 +151,8 @@ def value_model(
     is_before = phase == "load" or (phase == STEPS[0] and passes)
     states = 0 if is_before else static.optimizer + static.master
     found = {"value model": static.weights + states + held}
-    if phase in STEPS:
-        found["value model's step"] = made + (kept if passes else 0)
+    if phase in STEPS and OF_VALUE not in moment:
+        found[OF_VALUE] = made + (kept if passes else 0)
     return found
 
 

@@ -20,7 +20,7 @@ from memtrain.memory.estimate.activations import (
     scratch_at_peak,
 )
 from memtrain.memory.estimate.adapters import rounded_adapters, without_adapters
-from memtrain.memory.estimate.auxiliary_models import value_model
+from memtrain.memory.estimate.auxiliary_models import OF_VALUE, value_load, value_model
 from memtrain.memory.estimate.backward_steps import head_step, layer_steps
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
 from memtrain.memory.estimate.experts import stacks_backward, widest_mlp
@@ -97,8 +97,7 @@ def estimate(
     waiting = kept_bytes(load)
 
     def whole(phase: str, moment: Moment) -> int:
-        passes = moment.get("activations", 0) > 0
-        beside = value_model(load, waiting, phase, passes=passes, accumulates=accumulates)
+        beside = value_model(load, waiting, phase, moment, accumulates=accumulates)
         return total(moment) + sum(beside.values())
 
     highest = (
@@ -183,8 +182,19 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
         | {"gradients": made.in_embedding, "activations": load.a * load.N * shape.width}
         | {"recomputation": made.arriving},
         resting | {"gradients": made.at_step, "reduce buffers": reduced or resting["reduce buffers"]},
+        *_value_moments(load, resting | {"gradients": made.at_step}, accumulates=accumulates),
         _resting(load, has_state=True) | {"gradients": made.at_step, "optimizer scratch": scratch},
     ]
+
+
+def _value_moments(load: Workload, rest: Moment, *, accumulates: bool) -> list[Moment]:
+    """The highest moment of a value model's own backward pass, when all gradients of the policy are there."""
+    if load.settings.value != "own":
+        return []
+    own = value_load(load)
+    *passes, _ = step_moments(own, has_state=True, accumulates=accumulates)
+    highest = max(map(total, passes)) - total(_resting(own, has_state=True))
+    return [rest | {OF_VALUE: highest}]
 
 
 def _stacks_backward(load: Workload, made: GradientBytes) -> int:

@@ -46,3 +46,13 @@ def test_an_update_of_a_value_models_weights_takes_its_float32_numbers_beside_th
     assert -0.001 <= error_of(case) <= 0.04
     alone = replace(case, changes=case.changes | {"value": "shared"}, said={"ppo": {"beta": 0.0}})
     assert alone.estimated().peak.num_bytes < 0.6 * case.estimated().peak.num_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_a_value_models_own_backward_pass_is_a_moment_with_all_gradients_of_the_policy(dtype, optimizer):
+    """Of a single micro-batch with checkpointing it is the highest: 4 to 6 % too low without it. An update in
+    half precision counted float32 gradients where none are added up: 12 % too high."""
+    changes = {"value": "own", "shared_prompts": True, "optimizer": optimizer, "dtype": dtype} | EVERY
+    case = Case("ppo", LLAMA, changes, said={"ppo": OWN | {"beta": 0.0}})
+    assert error_of(case) == pytest.approx(0.0, abs=0.002)
