@@ -114,13 +114,14 @@ def layer_kept(load: Workload) -> int:
     kept = norm_kept(load, shape.family.num_wide_norms * shape.width, num_scales=shape.family.num_wide_norms)
     # The inputs of the two groups of linear maps: q, k, v, and gate, up.
     attention_input = _keeps_attention_input(load)
-    mlp_input = _keeps_mlp_input(load)
+    mlp_input = keeps_mlp_input(load)
     # What was dropped after the attention and after the MLP: a mask and a product each.
     kept += a * N * shape.width * (attention_input + mlp_input + 4 * shape.hidden_dropout)
     return kept + attention_kept(load) + mlp_kept(load) + adapter_kept(load)
 
 
-def _keeps_mlp_input(load: Workload) -> bool:
+def keeps_mlp_input(load: Workload) -> bool:
+    """Whether the first maps of the MLP keep their input."""
     return load.trains_all or _keeps_input(load, "gate_proj", "up_proj", "gate_up_proj")
 
 
@@ -164,10 +165,9 @@ def layer_backward(load: Workload) -> int:
 
     In the MLP: everything kept, and the gradients of the product's two factors and of the residual stream
     (the product itself is gone by then; Liger writes them over the factors, and the product's own is there).
-    In the attention: what the attention kept, its gradients, and the kernel's scratch. Packed weights are
-    unpacked at other moments; bitsandbytes' 8-bit products hold copies of their rows besides. A norm after
-    the MLP goes before both, while all that the layer kept is there; the norm between them is the highest
-    where the MLP is narrow.
+    In the attention: what it kept, its gradients, and the kernel's scratch. Packed weights are unpacked at
+    other moments; bitsandbytes' 8-bit products hold copies of their rows besides. A norm after the MLP goes
+    before both, while all that the layer kept is there; the one between is highest where the MLP is narrow.
     """
     if load.settings.quantize == "8bit" and load.shape.experts is None and not packs_itself(load.settings):
         return max(mlp_backward(load), attention_backward(load)) + dequantized(load)
@@ -175,13 +175,12 @@ def layer_backward(load: Workload) -> int:
     made = max(made, _norm_between_backward(load))
     if load.shape.family.norms_after and not load.settings.liger:
         made = max(made, layer_kept(load) + _inner_norm_backward(load))
-    if load.settings.checkpoint_every:
-        made = max(made, experts_recomputed(load, layer_kept(load), keeps_input=_keeps_mlp_input(load)))
     return max(
         made,
         last_magnitudes_backward(load, layer_kept(load)),
         norms_recomputed(load, layer_kept(load), needs_product(load)),
         recomputed_forward(load),
+        experts_recomputed(load, layer_kept(load), keeps_input=keeps_mlp_input(load)),
     )
 
 
@@ -232,8 +231,7 @@ def mlp_backward(load: Workload) -> int:
     else:
         factors = 2 + (not needs_product(load) and (load.is_fused or not adapts(load, LAST)))
     # Of a last map that DoRA scales both outputs are gone.
-    width = shape.width * (1 - 2 * scales(load, LAST))
-    made = a * N * (width + factors * shape.mlp_width)
+    made = a * N * (shape.width * (1 - 2 * scales(load, LAST)) + factors * shape.mlp_width)
     return max(layer_kept(load) + made, of_experts)
 
 
@@ -378,7 +376,7 @@ def _norm_between_backward(load: Workload) -> int:
     adapter, of_mlp = load.settings.adapter, mlp_kept(load)
     if adapter is not None:
         of_mlp += kept_by(load, [part for part in load.shape.adapted(adapter) if part.name in MLP_NAMES])
-    of_mlp += _keeps_mlp_input(load) * load.a * load.N * load.shape.width
+    of_mlp += keeps_mlp_input(load) * load.a * load.N * load.shape.width
     return layer_kept(load) - of_mlp + _inner_norm_backward(load)
 
 

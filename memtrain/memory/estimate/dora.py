@@ -76,7 +76,7 @@ def scaled_forward(load: Workload, *names: str) -> int:
 
 @once
 def norms_forward(load: Workload, *names: str) -> int:
-    """Most that the norms of rows of one of these maps hold, as they are taken in each pass.
+    """Bytes of the norms of rows of the largest of these maps, which each pass takes anew.
 
     The product B A in float32 with its rounded form; then that, the same scaled, and the sum with the weight.
     Packed weights are unpacked besides. Under ZeRO-3 PEFT makes B A of an identity of I x I numbers.

@@ -27,13 +27,16 @@ def experts_kept(load: Workload) -> int:
     ranks = stack_ranks(load)
     width = (1 + keeps_entering(load)) * load.shape.width + num_steps(load) * experts.mlp_width
     rows = copies * load.a * (width + sum(ranks.values()))
-    # Adapters in half precision are rounded for each pass, and kept.
-    rounded = 0
-    if load.is_half and load.settings.adapter is not None:
-        rounded = load.a * sum(s.num_adapter(ranks.get(s.name, 0)) for s, _ in load.shape.stacks)
+    # Adapters in half precision are rounded for each pass, and kept; in float32 those that meet the experts'
+    # width are laid out for the kernel.
+    copied = 0
+    for stack, _ in load.shape.stacks:
+        rank = ranks.get(stack.name, 0)
+        aligned = 0 if load.is_half else experts.num_experts * rank * load.shape.width
+        copied += load.a * (stack.num_adapter(rank) - aligned)
     # The load-balance loss keeps probabilities, the tokens' weights, and what both come to.
     evened = load.N * (4 * experts.num_experts + 8) if load.settings.router_aux_loss_coef else 0
-    return rows + rounded + load.N * experts.num_experts * (4 + load.a) + copies * 40 + evened
+    return rows + copied + load.N * experts.num_experts * (4 + load.a) + copies * 40 + evened
 
 
 def num_steps(load: Workload) -> int:
@@ -117,22 +120,61 @@ def experts_backward(
 
 
 def experts_recomputed(load: Workload, kept: int, *, keeps_input: bool) -> int:
-    """Bytes while experts multiply in a layer's recomputation, of `kept` by the whole layer: clamped ones at
-    their product, adapted ones where the products of weights and adapters are added; 0 for others.
+    """Bytes while experts multiply in a layer's recomputation, with `kept` by the whole layer; 0 for none.
 
-    At the clamps the tokens that enter are there in any case; at the products' sum only as they were before
-    they were copied (`keeps_input`: among what is kept). Beside all the residual stream and the gradient that
-    comes in.
+    Beside `experts_forward` the gradient that comes in. transformers' pass is computed again when the
+    weighted sum has copied that for each expert of a token.
     """
-    if load.shape.experts is None:
+    if load.shape.experts is None or not load.settings.checkpoint_every:
         return 0
     boundary = load.a * load.N * load.shape.width
-    copies = boundary * load.shape.experts.num_per_token
-    # Where a stack is trained or adapted what enters it is among what the layer keeps.
-    held, clamped = kept + 2 * boundary, clamped_forward(load)
-    made = clamped + copies * (1 - keeps_entering(load)) if clamped else 0
-    summed = 2 * copies + boundary * (1 - keeps_input) if stack_ranks(load).get("down_proj", 0) else 0
-    return held + max(made, summed) if made or summed else 0
+    begun = 0 if has_own_pass(load) else boundary * load.shape.experts.num_per_token
+    weighted = begun + _weighted(load, keeps_input=keeps_input)
+    return kept + boundary + max(weighted, experts_forward(load, keeps_input=keeps_input))
+
+
+def experts_forward(load: Workload, *, keeps_input: bool) -> int:
+    """Held by experts in a forward pass beside what their layer keeps, the residual stream included; 0 for no
+    experts.
+
+    At the clamps the tokens that enter are there in any case; elsewhere, and there as they were before they
+    were copied, where they are kept (`keeps_input`: among what is). Where a stack is adapted, the products of
+    weights and adapters are added; outputs and the product that enters the last map come after gate and up.
+    """
+    experts = load.shape.experts
+    if experts is None:
+        return 0
+    boundary, plain = load.a * load.N * load.shape.width, _plain_rows(load, keeps_input=keeps_input)
+    copies = boundary * experts.num_per_token
+    product = load.a * load.N * experts.num_per_token * experts.mlp_width
+    ranks, clamped = stack_ranks(load), clamped_forward(load)
+    moments = [_weighted(load, keeps_input=keeps_input)]
+    if clamped:
+        moments.append(boundary + clamped + copies * (1 - keeps_entering(load)))
+    if ranks.get("down_proj", 0):
+        moments.append(plain + 2 * copies)
+    if ranks.get("gate_up_proj", 0):
+        steps = num_steps(load) - 2
+        moments.append(plain + (4 - steps) * product - copies)
+    return max(moments)
+
+
+def _weighted(load: Workload, *, keeps_input: bool) -> int:
+    """The same where outputs are weighted, in float32 where the router's weights are: in transformers' pass
+    the tokens that entered are there."""
+    experts = load.shape.experts
+    assert experts is not None, "Only a mixture weights outputs."
+    copies = load.a * load.N * load.shape.width * experts.num_per_token
+    wide = 2 if experts.weights_in_float32 and load.is_half and not has_own_pass(load) else 1
+    entered = 0 if has_own_pass(load) else 1 - keeps_entering(load)
+    return _plain_rows(load, keeps_input=keeps_input) + copies * (wide + entered)
+
+
+def _plain_rows(load: Workload, *, keeps_input: bool) -> int:
+    """The residual stream, which in transformers' pass a norm in float32 and a fused one keep themselves, and
+    the tokens that enter before they are copied."""
+    residual = has_own_pass(load) or (load.is_half and not load.is_fused)
+    return load.a * load.N * load.shape.width * (residual + 1 - keeps_input)
 
 
 def stacks_backward(load: Workload, kept: int, *, stays: bool = True, widens: int = 0) -> int:

@@ -11,6 +11,7 @@ from itertools import product
 
 from memtrain.memory.estimate.activations import (
     after_mlp_backward,
+    keeps_mlp_input,
     layer_backward,
     layer_boundary,
     layer_kept,
@@ -23,7 +24,8 @@ from memtrain.memory.estimate.adapters import rounded_adapters, without_adapters
 from memtrain.memory.estimate.auxiliary_models import OF_VALUE, value_load, value_model
 from memtrain.memory.estimate.backward_steps import head_step, layer_steps
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
-from memtrain.memory.estimate.experts import stacks_backward, widest_mlp
+from memtrain.memory.estimate.dora import norms_forward
+from memtrain.memory.estimate.experts import experts_forward, stacks_backward, widest_mlp
 from memtrain.memory.estimate.flash_scratch import SCRATCH
 from memtrain.memory.estimate.gradients import GradientBytes, buckets_of_ddp, gradients_in_order
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
@@ -60,7 +62,7 @@ from memtrain.memory.estimate.weights_offload import (
     trains_away,
 )
 from memtrain.memory.estimate.workload import HeadOutput, HeaviestBatch, Workload, once
-from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.model_shape.shape import MLP_NAMES, ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
@@ -251,12 +253,16 @@ def _steps_in_backward(load: Workload, made: GradientBytes, loss: Moment) -> lis
 
 
 def _in_forward(load: Workload) -> int:
-    """Activations on the device in a forward pass that offloads them: several are on their way."""
+    """Activations in a forward pass: several are on their way where they are offloaded. Where layers keep
+    theirs, experts and DoRA's norms hold more in the last one than is kept."""
     if load.settings.offload == "all":
         return layer_kept(load) + 2 * layer_boundary(load) + positions_and_mask(load)
     if load.settings.slice_tokens and load.settings.offload == "boundaries":
         return forward_of_layer(load) + positions_and_mask(load)
-    return 0
+    if load.settings.checkpoint_every or load.settings.slice_tokens or load.settings.weights_offload:
+        return 0
+    held = experts_forward(load, keeps_input=keeps_mlp_input(load))
+    return kept(load).at_loss + max(held, norms_forward(load, *MLP_NAMES))
 
 
 def offloaded_backward(load: Workload) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from memtrain.memory.estimate.activations import (
     attention_kept,
     keeps_its_input,
+    keeps_mlp_input,
     layer_boundary,
     layer_forward,
     layer_kept,
@@ -22,7 +23,7 @@ from memtrain.memory.estimate.activations import (
 )
 from memtrain.memory.estimate.adapters import adapts, adds_in_one_kernel, kept_by
 from memtrain.memory.estimate.context_parallel import num_gathered_kv
-from memtrain.memory.estimate.experts import experts_backward, experts_recomputed, stack_gradients
+from memtrain.memory.estimate.experts import experts_backward, experts_forward, stack_gradients
 from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch
 from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.weights_offload import adapter_of_layer
@@ -80,11 +81,11 @@ def _slice_backward(part: Workload, load: Workload, added: int) -> tuple[int, in
     made = max(mlp_backward(part), unpacking_backward(part), _at_last_map(part) + added, _forward_end(part))
     if part.shape.experts is not None:
         # A stack's gradient is added to its sum, and gone, before the next is made.
-        gradients = stack_gradients(part)
+        gradients, begun = stack_gradients(part), layer_kept(part) + layer_boundary(part)
         made = max(
             made,
+            begun + experts_forward(part, keeps_input=keeps_mlp_input(part)),
             experts_backward(part, layer_kept(part), *gradients, stays=False),
-            experts_recomputed(part, layer_kept(part), keeps_input=keeps_its_input(part)),
         )
     of_row = (1 + keeps_its_input(part)) * layer_boundary(part) + 2 * part.a * part.N * part.shape.kv_width
     mlp = made - of_row - kept

@@ -1,0 +1,39 @@
+"""The arithmetic of adapted models with experts, at moments of forward passes, against traces."""
+
+import pytest
+from trace_cases import EVERY, EXPERTS, HALF, LORA, MIXTRAL, OF_STACKS, SMALL, sft
+
+from memtrain.recipes.sections.model import Adapter
+from memtrain.trainers.tools.trace.trace import trace
+
+QWEN_MOE = SMALL | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 32, "moe_intermediate_size": 96}
+OF_ATTENTION = Adapter(r=8, target_modules=("q_proj", "v_proj"))
+UP_ALONE = Adapter(r=8, target_modules=("q_proj",), target_parameters=("experts.gate_up_proj",))
+
+
+def error_of(case):
+    """Share by which the arithmetic, without a batch's own numbers, is above the traced peak."""
+    peak = case.estimated().peak
+    batch = sum(one.num_bytes for one in peak.owners if one.owner == "batch")
+    return (peak.num_bytes - batch) / trace(case.job).recorder.peak_bytes - 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("adapter", [OF_ATTENTION, UP_ALONE])
+def test_outputs_are_weighted_beside_the_gradient_that_is_copied_for_each_expert(adapter, dtype):
+    """Where a layer is computed again: 2.5 to 4.9 % too low without that moment."""
+    case = sft(QWEN_MOE, EVERY | {"adapter": adapter, "dtype": dtype})
+    assert -0.011 <= error_of(case) <= 0.011
+
+
+@pytest.mark.parametrize("adapter", [OF_STACKS, LORA])
+def test_adapted_stacks_add_two_products_and_lay_out_their_adapters_in_float32(adapter):
+    """The sum of gate and up is made of two products as large, and adapters that meet the experts' width are
+    kept as the kernel wants them: 2.3 to 2.6 % too low without."""
+    assert -0.001 <= error_of(sft(MIXTRAL, {"adapter": adapter})) <= 0.002
+    assert 0.0 <= error_of(sft(MIXTRAL, EVERY | {"adapter": adapter})) <= 0.014
+
+
+def test_experts_of_a_forward_pass_hold_more_than_is_kept():
+    """In half precision, where adapters are rounded: 2.3 % too low without the last layer's forward pass."""
+    assert -0.016 <= error_of(sft(MIXTRAL, HALF | {"adapter": UP_ALONE})) <= 0.0
