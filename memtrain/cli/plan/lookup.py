@@ -11,7 +11,7 @@ from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware, detect
-from memtrain.memory.model_shape.config_file import check_numbers, read_config_json
+from memtrain.memory.model_shape.config_file import check_numbers, read_config_json, untagged
 from memtrain.memory.model_shape.families import FAMILIES
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.model_shape.rope_scaling import scaled
@@ -156,7 +156,7 @@ def _answered(answer: Any, path: str) -> dict[str, Any]:
     """
     where = f"config.json of {path} on the hub"
     try:
-        given = answer.json()
+        given = answer.json(object_hook=untagged)
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):

@@ -122,7 +122,7 @@ def read_json_object(file: Path, key: str, missing: str = "") -> dict[str, Any]:
     if len(raw) > MAX_BYTES:
         raise LaunchError(f"{file} is larger than {MAX_BYTES // 2**20} MiB", key, "give the model's own file")
     try:
-        given = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant)
+        given = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant, object_hook=untagged)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         what = f"{file} is empty" if not raw.strip() else f"{file} is not JSON: {reason}"
@@ -137,6 +137,17 @@ def _constant(word: str) -> float | NoReturn:
     if word == "NaN":
         raise ValueError("NaN is not a number")
     return float(word)
+
+
+def untagged(found: dict[str, Any]) -> Any:
+    """A JSON object, or the number that transformers writes as an object: {"__float__": "Infinity"}.
+
+    Source: transformers 5.23, configuration_utils.py, `_encode_special_floats`.
+    """
+    return _constant(str(found[FLOAT_TAG])) if found.keys() == {FLOAT_TAG} else found
+
+
+FLOAT_TAG = "__float__"
 
 
 def check_numbers(config: Mapping[str, Any], where: str) -> None:

@@ -58,6 +58,8 @@ def test_numbers_that_no_model_has_are_refused(changes: dict[str, Any], said: st
         ("[]", "is not a JSON object"),
         ("[" * 100_000, "nested too deeply"),
         ('{"rms_norm_eps": NaN}', "NaN is not a number"),
+        ('{"rms_norm_eps": {"__float__": "NaN"}}', "NaN is not a number"),
+        ('{"rms_norm_eps": {"__float__": {}}}', "is not JSON"),
         ("{" + f'"hidden_size": {"1" * 5000}' + "}", "is not JSON"),
         (b"\xff\xfe{}", "is not JSON"),
         (" " * (2**24 + 1), "larger than 16 MiB"),
@@ -75,8 +77,10 @@ def test_a_folder_or_nothing_in_its_place_is_reported(tmp_path: Path):
         read_config_json(tmp_path / "config.json" / "..", "model.path")
 
 
-def test_infinity_bounds_time_steps_of_published_models(tmp_path: Path):
-    (tmp_path / "config.json").write_text('{"time_step_limit": [0.0, Infinity]}')
+@pytest.mark.parametrize("written", ["Infinity", '{"__float__": "Infinity"}'])
+def test_infinity_bounds_time_steps_of_published_models(written: str, tmp_path: Path):
+    """As older versions of transformers wrote it, and as 5 does: a model that it saved could not be built."""
+    (tmp_path / "config.json").write_text(f'{{"time_step_limit": [0.0, {written}]}}')
     assert read_config_json(tmp_path, "model.path")["time_step_limit"] == [0.0, float("inf")]
 
 
