@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+from memtrain.memory.model_shape.layer_parts import is_named
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.sections.model import ALL_LINEAR
@@ -16,6 +17,12 @@ BESIDE_LAYERS = frozenset(
 )
 """Modules that an adapter may name, and no layer's shape has. Whether the model has them is seen when it is
 built without data (`trainers/model/loading/adapter_targets.py`)."""
+
+
+WITHOUT_OUT_PROJ = frozenset(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"))
+"""Model types whose `out_proj` PEFT adapts by no means: their kernels read its weight beside the module.
+
+Source: peft 0.21.2, tuners/tuners_utils.py, `_check_lora_target_modules_mamba`."""
 
 
 def _maps_of(shape: ModelShape) -> list[str]:
@@ -44,6 +51,7 @@ def refuse_targets(ledger: DecisionLog, shape: ModelShape) -> None:
                 f"model.adapter.{key}",
                 f"remove {heads[0]} from the list, or set model.quantize to none",
             )
+    _refuse_out_proj(ledger, shape)
     stacks = [f"experts.{stack.name}" for stack, _ in shape.stacks]
     maps = _maps_of(shape)
     for target in missing_targets(adapter.target_modules, shape):
@@ -64,3 +72,15 @@ def refuse_targets(ledger: DecisionLog, shape: ModelShape) -> None:
             what = f"the model has no stack of experts {target}"
             fix = f"name stacks that it has, such as {', '.join(dict.fromkeys(stacks))}"
         ledger.refuse(what, "model.adapter.target_parameters", fix)
+
+
+def _refuse_out_proj(ledger: DecisionLog, shape: ModelShape) -> None:
+    adapter = ledger.asked.recipe.model.adapter
+    if adapter is None or shape.model_type not in WITHOUT_OUT_PROJ or not is_named(adapter, "out_proj"):
+        return
+    others = [name for name in _maps_of(shape) if name != "out_proj" and name not in BESIDE_LAYERS]
+    ledger.refuse(
+        f"PEFT puts no adapter on out_proj of {shape.model_type} models, which the adapter names",
+        "model.adapter.target_modules",
+        f"name the others: model.adapter.target_modules: [{', '.join(others)}]",
+    )

@@ -1,13 +1,17 @@
 """Names of an adapter that the model has not are refused by the plan, without building the model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtrain.errors import RecipeError
 from memtrain.memory.model_shape.shape import FAMILIES, shape_of
 from memtrain.memory.rules.adapter_targets import BESIDE_LAYERS
+from memtrain.trainers.model.loading.module_shapes import counted_shape
 from tests.memory.conftest import SMALL
 
 MIXTURE = SMALL | {
@@ -50,6 +54,24 @@ def test_a_name_that_the_model_has_not_is_refused_with_those_it_has(
     (fault,) = caught.value.faults
     assert words in fault.what
     assert way in fault.fix
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["in_proj", "mamba.out_proj"]])
+def test_the_map_that_peft_adapts_by_no_means_is_refused_with_the_others(ask, facts_of, targets):
+    """Falcon-H1 with the default adapter, all-linear, was planned, and PEFT refused it in the run."""
+    config = SMALL | {"model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}
+    facts = facts_of(config=SMALL)
+    with pytest.raises(RecipeError) as caught:
+        ask(replace(facts, shape=counted_shape(config)), model__adapter={"target_modules": targets})
+    (fault,) = caught.value.faults
+    assert fault.what.startswith("PEFT puts no adapter on out_proj of falcon_h1 models")
+    made = AutoConfig.for_model(**config)
+    others = fault.fix.split("[")[1].rstrip("]").split(", ")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made)
+        get_peft_model(model, LoraConfig(target_modules=others))
+        with pytest.raises(ValueError, match="incompatible with Mamba-based models"):
+            get_peft_model(AutoModelForCausalLM.from_config(made), LoraConfig(target_modules=["out_proj"]))
 
 
 @pytest.mark.parametrize("key", ["target_modules", "modules_to_save"])
