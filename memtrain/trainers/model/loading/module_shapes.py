@@ -193,4 +193,6 @@ def _numbers(config: PretrainedConfig) -> dict[str, Any]:
     values, other = canonical(text.to_dict()), text.attribute_map
     names = (*OTHER_NAMES, "vocab_size", "tie_word_embeddings", "head_dim")
     found = {name: values.get(name, values.get(other.get(name, name))) for name in names}
+    # Nemotron-H counts its layers by the list of their kinds.
+    found["num_hidden_layers"] = text.num_hidden_layers
     return {name: value for name, value in found.items() if isinstance(value, int | float)}

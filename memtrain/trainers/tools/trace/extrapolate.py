@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memtrain.memory.estimate.static import OFFLOAD_BUCKET, moments_bytes
-from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.model_shape.config_parts import has_experts_at
 from memtrain.memory.model_shape.shape import has_formula, shape_of
 from memtrain.memory.plan.plan import Owned, PhasePeak
@@ -56,8 +55,7 @@ def predict_by_trace(job: Job, *, is_whole: bool = False) -> Traced:
 
 def num_layers(job: Job) -> int:
     """Layers of the model."""
-    config = job.config.get("text_config") or job.config
-    return int(canonical(config)["num_hidden_layers"])
+    return int(make_config(job.config).get_text_config().num_hidden_layers)
 
 
 def kinds_repeat(config: Mapping[str, Any]) -> tuple[int, int]:

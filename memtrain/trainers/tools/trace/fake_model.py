@@ -81,7 +81,9 @@ def shorten(config: Any, num_layers: int) -> None:
     config.num_hidden_layers = num_layers
     for name in KINDS:
         kinds = getattr(config, name, None)
-        if isinstance(kinds, list):
+        # Jamba and Bamba compute the list from the number of layers.
+        is_computed = isinstance(getattr(type(config), config.attribute_map.get(name, name), None), property)
+        if isinstance(kinds, list) and not is_computed:
             setattr(config, name, kinds[:num_layers])
 
 

@@ -1,7 +1,8 @@
-"""Why a model could not be counted stands in the note of its shape."""
+"""What is counted in a model that is built without data, and why it could not be."""
 
 import pytest
 
+from memtrain.trainers.model.loading.locate import make_config
 from memtrain.trainers.model.loading.module_shapes import counted_shape
 
 SIZES = {
@@ -32,3 +33,12 @@ def test_a_model_that_reads_pictures_is_told_in_one_sentence():
     assert shape.starts_no_run
     assert "qwen2_5_vl models read pictures or sound, and memtrain trains text models" in shape.note
     assert len(shape.note) < 250
+
+
+def test_layers_are_counted_where_the_configuration_lists_them_alone():
+    """Nemotron-H's number of layers is not in what transformers saves: no plan could be made of it."""
+    own = {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "head_dim": 16}
+    said = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    config = {"model_type": "nemotron_h", "hybrid_override_pattern": "M*-M", **own, **said}
+    assert "num_hidden_layers" not in make_config(config).to_dict()
+    assert counted_shape(make_config(config).to_dict()).num_layers == 4

@@ -6,12 +6,15 @@ import pytest
 from trace_cases import CASES, EXPERTS, LLAMA, SMALL, sft
 
 from memtrain.recipes.sections.model import Adapter
+from memtrain.trainers.model.loading.locate import make_config
 from memtrain.trainers.tools.trace.extrapolate import (
     kinds_repeat,
     num_of_buckets,
     predict_by_trace,
     shallow_depths,
 )
+from memtrain.trainers.tools.trace.extrapolate import num_layers as num_layers_of
+from memtrain.trainers.tools.trace.fake_model import shorten
 
 CUDA = {"device": "cuda", "attention": "torch_varlen"}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
@@ -33,6 +36,35 @@ QWEN_MOE = SMALL | EXPERTS | {"model_type": "qwen3_moe", "moe_intermediate_size"
 )
 def test_layers_repeat_after_those_of_kinds_of_their_own(config, found):
     assert kinds_repeat(config | {"num_hidden_layers": 24}) == found
+
+
+MAMBA = SMALL | {"mamba_d_state": 16, "mamba_dt_rank": 8, "num_experts": 2, "num_local_experts": 2}
+NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "num_layers", "kinds"),
+    [
+        (
+            MAMBA | {"model_type": "jamba", "attn_layer_period": 4, "attn_layer_offset": 1},
+            6,
+            ["linear_attention", "full_attention", *["linear_attention"] * 3, "full_attention"],
+        ),
+        (
+            SMALL | NEMOTRON | {"model_type": "nemotron_h", "hybrid_override_pattern": "M*-M*-M*-"},
+            4,
+            ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        ),
+    ],
+)
+def test_a_configuration_that_computes_its_layers_is_shortened(config, num_layers, kinds):
+    """Jamba's and Bamba's kinds follow from the number of layers, Nemotron-H's number from the kinds: neither
+    could be traced where the model was deeper than its traces."""
+    deep = {key: value for key, value in config.items() if key != "num_hidden_layers"}
+    made = make_config(deep)
+    assert num_layers_of(replace(CASES["chunked"].job, config=deep)) == len(made.layer_types)
+    shorten(made, num_layers)
+    assert (made.num_hidden_layers, made.layer_types) == (num_layers, kinds)
 
 
 def test_depths_hold_the_leading_layers_and_one_period_more():
