@@ -39,7 +39,7 @@ class BatchesAhead:
     """Micro-batches that were there when they were asked for, or on their way."""
     _next: _Making | None = None
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "batch"))
-    """One for the whole run: one that starts is waited for, and has nothing in its caches."""
+    """A single thread for the whole run: a new one is waited for, and has nothing in its caches."""
 
     def take(self, feed: Feed, sequences: Ints) -> Batch:
         """The micro-batch of these sequences, made ahead or made now."""

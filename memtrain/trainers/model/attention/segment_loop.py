@@ -14,7 +14,7 @@ from memtrain.trainers.model.attention.segment_calls import SegmentCalls, rows_o
 
 
 class SegmentLoop:
-    """Kernel of `two_part`: one call where all segments are of one length, else one for each."""
+    """A kernel of `two_part` that is called once where all segments are of one length, else for each."""
 
     @classmethod
     def shares_keys(cls, dtype: torch.dtype) -> bool:  # noqa: ARG003
