@@ -38,6 +38,7 @@ from memtrain.memory.estimate.sharded.zero import (
     Asked,
     between_steps,
     gathered_module,
+    loading_moments,
     reference_weights,
     saved_whole,
     zero_moments,
@@ -119,6 +120,8 @@ def _loading(load: Workload) -> Moment:
         "master copies": copies_at_load(load.settings, load.shape),
     }
     cuts_first = load.settings.loads_shards or load.batch.foreign is not None
+    if uses_zero(load.settings) and load.batch.foreign is None:
+        return max(loading_moments(load, resting, weights_bytes(load.settings, load.shape)), key=total)
     if not shards_weights(load.settings) or cuts_first:
         return resting
     return resting | {"weights": weights_bytes(load.settings, load.shape)}

@@ -19,6 +19,7 @@ from memtrain.memory.estimate.sharded.zero_config import bucket_of, stage_of
 from memtrain.memory.estimate.static import (
     num_trained,
     static_bytes,
+    trained_parts,
     trains_head,
     waits_on_host,
     weights_bytes,
@@ -46,6 +47,35 @@ def between_steps(settings: Settings, shape: ModelShape) -> Moment:
     if stage_of(settings) < 3:
         return {}
     return {"gradients": _part(settings, shape), "reduce buffers": _bucket(settings, shape)}
+
+
+def loading_moments(load: Workload, resting: Mapping[str, int], whole: int) -> list[Moment]:
+    """The moments at which DeepSpeed's engine is made; `whole`: all weights of the policy.
+
+    Stages 1 and 2 lay all trained weights end to end beside themselves; then they make a rank's part of all
+    gradients in float32 and let it go, or, where a wrapper of their own keeps half-precision weights (stage
+    1), the states. Stage 3 makes what it keeps, and a buffer of the largest weight; before, it cuts one
+    weight after another, beside references and teachers that are whole (a teacher's largest is its head).
+
+    Source: deepspeed 0.19.8, stage_1_and_2.py and bf16_optimizer.py (`initialize_optimizer_states`),
+    stage3.py; seen in traces.
+    """
+    settings, shape, count = load.settings, load.shape, load.settings.num_processes
+    part = _part(settings, shape)
+    if stage_of(settings) < 3:
+        is_wrapped = stage_of(settings) == 1 and settings.dtype != "float32"
+        states = static_bytes(settings, shape).optimizer if is_wrapped else 0
+        laid_out = sum(number * size for number, size in trained_parts(settings, shape))
+        return [
+            dict(resting) | {"master copies": 0, "gathered weights": laid_out},
+            dict(resting) | {"gradients": 0 if is_wrapped else part, "optimizer": states},
+        ]
+    largest, teacher = load.a * max(shape.num_embedding, shape.num_head, _matrix(shape)), load.batch.teacher
+    cut = largest // count if teacher is None else teacher.head // GATHERED
+    beside = {name: count * resting.get(name, 0) for name in ("reference", "teacher")}
+    cutting = dict(resting) | beside | {"weights": whole, "master copies": 0, "gathered weights": cut}
+    trained = largest if settings.adapter is None else 0
+    return [cutting, dict(resting) | between_steps(settings, shape) | {"gathered weights": trained}]
 
 
 def gathered_module(load: Workload) -> int:
@@ -143,8 +173,7 @@ def _gathered_again(load: Workload, outer: int) -> Moment:
     settings, shape = load.settings, load.shape
     if stage_of(settings) < 3:
         return {}
-    layer = load.a * shape.num_per_layer(expert=shape.num_expert_layers > 0)
-    needed = layer if settings.checkpoint_every else load.a * _matrix(shape)
+    needed = _layer(load) if settings.checkpoint_every else load.a * _matrix(shape)
     is_head = not trains_head(settings) and load.batch.asks is HeadOutput.LOGPS
     return {"gathered weights": _live(load, needed) + outer * is_head}
 
@@ -181,9 +210,8 @@ def _gradients(load: Workload, *, holds: bool) -> _Gradients:
         return _Gradients(whole, whole + waits, whole + waits + matrix, whole + waits + matrix)
     if not trains_all:
         return _Gradients(0, whole, whole, whole)
-    layer = load.a * shape.num_per_layer(expert=shape.num_expert_layers > 0)
     of_embedding = 0 if shape.tied else load.a * shape.num_embedding
-    later = whole - layer - of_embedding + matrix
+    later = whole - _layer(load) - of_embedding + matrix
     return _Gradients(0, min(whole, ends), min(whole, ends + matrix), max(later, ends + matrix))
 
 
@@ -235,6 +263,11 @@ def _bucket(settings: Settings, shape: ModelShape) -> int:
         return 4 * bucket_of(shape)
     size = 4 if settings.dtype == "float32" else 2
     return bucket_of(shape) * size * (2 if settings.device == "cuda" else 1)
+
+
+def _layer(load: Workload) -> int:
+    """Bytes of the weights of a whole layer, or of their gradients."""
+    return load.a * load.shape.num_per_layer(expert=load.shape.num_expert_layers > 0)
 
 
 def _matrix(shape: ModelShape) -> int:

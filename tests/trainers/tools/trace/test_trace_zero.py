@@ -54,6 +54,21 @@ def test_the_arithmetic_follows_the_trace_of_the_rank_that_needs_the_most(name):
     assert found * 0.999 <= peak.num_bytes - batch <= found * most
 
 
+LOADED = ("ZeRO-1, dpo, adapter off", "ZeRO-2, bfloat16", "ZeRO-3, bfloat16, checkpointed")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in LOADED else pytest.param(name, marks=pytest.mark.slow) for name in ZERO]
+)
+def test_what_an_engine_makes_before_the_first_step_is_counted(name):
+    """Parts of gradients, states and buffers: 10 to 50 % too low without. What a teacher, or a model with an
+    adapter, is cut with is taken 3 to 4 % too high."""
+    case = ZERO[name]
+    found = trace(case.job).recorder.phase_peaks["load"]
+    predicted = next(one for one in case.estimated().phases if one.phase == "load")
+    assert found * 0.999 <= predicted.num_bytes <= found * 1.04
+
+
 @pytest.mark.slow
 def test_a_stage_shares_out_what_it_says():
     """Between steps stage 1 has all weights, half of its own copies and of two moments; stage 2 in bfloat16
