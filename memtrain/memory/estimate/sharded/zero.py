@@ -157,6 +157,7 @@ def zero_moments(
         | {"gradients": made.after_loss, "logits": norm_backward(load), "teacher's pass": 0},
         backward | {"activations": everything - of_last, "gradients": made.in_last},
         backward | {"activations": first, "gradients": made.in_first},
+        *([rest | _at_embedding(load)] if is_third and settings.adapter is None else []),
         # While the update is made gradients lie once as they came and once end to end; stages 1 and 2 take
         # their norm in float64 before, in the first step before there is a state. Source: deepspeed 0.19.8,
         # stage_1_and_2.py, get_grad_norm_direct.
@@ -176,6 +177,16 @@ def _gathered_again(load: Workload, outer: int) -> Moment:
     needed = _layer(load) if settings.checkpoint_every else load.a * _matrix(shape)
     is_head = not trains_head(settings) and load.batch.asks is HeadOutput.LOGPS
     return {"gathered weights": _live(load, needed) + outer * is_head}
+
+
+def _at_embedding(load: Workload) -> Moment:
+    """Gradients of an embedding in stage 3, and a copy in which they are sent, while those of the layers that
+    wait in the bucket are laid end to end in float32; or of a tied one the head's, and in half precision the
+    sum of both."""
+    shape, whole = load.shape, load.a * load.shape.num_embedding
+    sent = 2 * whole + 4 * min(bucket_of(shape), shape.num_layer_parameters)
+    added = (3 + load.is_half) * whole if shape.tied else 0
+    return {"gradients": _part(load.settings, shape) + max(sent, added)}
 
 
 class _Gradients(NamedTuple):
