@@ -84,6 +84,25 @@ def test_what_fits_by_a_hair_needs_no_key():
     assert (found.own.keys, len(found.own.environment)) == ({}, 1)
 
 
+def test_a_loss_without_logits_is_not_proposed_where_none_hold_the_memory():
+    """7B, all weights, FSDP on 4 x A100-40: states and their scratch were 31.4 GiB, and Liger's loss fitted
+    by the fewer fragments that are counted beside it."""
+    found = answer(at("stanford_alpaca#308"))
+    assert found.held is not None
+    assert "logits" not in [one.owner for one in found.held.owners]
+    assert found.own is not None
+    assert (found.own.keys, len(found.own.environment)) == ({}, 1)
+
+
+def test_the_evaluation_is_what_died():
+    """deepseek-coder-6.7b, LoRA, 4 rows of 8,192 tokens evaluated beside 2 that are trained: by the steps
+    alone it fitted."""
+    found = answer(at("LlamaFactory#3310"))
+    assert found.was is not None
+    assert found.was.priced.prediction.peak.phase == "evaluation"
+    assert found.was.need_bytes > found.budget_bytes
+
+
 def test_two_searches_show_that_nothing_can_fit(monkeypatch: pytest.MonkeyPatch):
     """Mixtral on 15.71 GiB: 2 plans are looked for, the run's own and the least there is; 44 before."""
     looked: list[object] = []

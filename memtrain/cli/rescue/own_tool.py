@@ -94,13 +94,23 @@ def own_way(
     for chosen in _combinations(exact):
         fitting = [way for one in chosen if search.fits(way := search.way(one)) and way is not None]
         if fitting:
-            return min(fitting, key=lambda way: way.priced.step_s)
+            # Where no logits hold the memory, a loss without them is not it: of what is as fast the first.
+            digits = None if _has_logits(was) else 2
+            return min(fitting, key=lambda way: _rounded(way.priced.step_s / was.priced.step_s, digits))
     strongest = tuple({one.kind: one for one in exact}.values())
     for count in (1, 2):
         for lossy in combinations(others, count):
             if len({one.kind for one in lossy}) == count and search.fits(search.way((*strongest, *lossy))):
                 return search.way(_pruned(search, (*strongest, *lossy)))
     return None
+
+
+def _has_logits(was: AsItWas) -> bool:
+    return any(one.owner == "logits" for one in was.priced.prediction.peak.owners)
+
+
+def _rounded(share: float, digits: int | None) -> float:
+    return share if digits is None else round(share, digits)
 
 
 def _combinations(exact: Sequence[OwnChange]) -> Iterator[list[tuple[OwnChange, ...]]]:
