@@ -57,6 +57,8 @@ def _whole_lines(text: str) -> Iterator[str]:
     """Lines that say something, those joined that quotes or the brackets of an array hold together."""
     held = ""
     for line in text.splitlines():
+        if not held and _words(line) is None and not re.search(r"=|--\w", line):
+            continue  # A sentence beside the command, with an apostrophe.
         held = f"{held}\n{line}" if held else line
         if len(held) < MOST_OPEN and _is_open(held):
             continue

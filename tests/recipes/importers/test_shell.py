@@ -94,6 +94,16 @@ def test_the_file_of_a_command_is_read(launcher: str, tmp_path: Path, monkeypatc
     assert (read.tool.name, read.method) == ("trl", "sft")
 
 
+def test_sentences_beside_a_command_are_passed_over(tmp_path: Path):
+    """A paste from a thread: its apostrophes are no quotes, and hold no command."""
+    text = "Here's my command:\ntrl sft --model_name_or_path a/b --max_length 512\nIt doesn't fit.\n"
+    (tmp_path / "paste.txt").write_text(text)
+    assert dict(read_foreign(str(tmp_path / "paste.txt")).config) == {
+        "model_name_or_path": "a/b",
+        "max_length": 512,
+    }
+
+
 def test_quotes_that_never_close_are_told():
     with pytest.raises(RecipeError, match="No closing quotation"):
         read_command("python train.py --name 'open\n--max_length 3", "run.sh")
