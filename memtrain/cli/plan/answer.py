@@ -21,6 +21,7 @@ from memtrain.memory.estimate.pricing import (
 )
 from memtrain.memory.estimate.static import needed, overhead
 from memtrain.memory.estimate.workload import HeaviestBatch
+from memtrain.memory.explain.own_layers import activations_words
 from memtrain.memory.explain.reasons import gains, left_out
 from memtrain.memory.generation.rollout_time import RolloutTime, rollout_time
 from memtrain.memory.generation.vllm import longest_read
@@ -70,6 +71,11 @@ class Answer:
     def chosen(self) -> Priced:
         """The plan's memory and time."""
         return self.resolved.chosen
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the run fits: a plan is made of what does; None where its numbers are known to be low."""
+        return None if self.resolved.case.facts.shape.is_floor else True
 
     @property
     def report(self) -> LengthReport | None:
@@ -207,7 +213,8 @@ def answer(
         for name, (extra, is_used) in used.items()
         if question.presumed and is_used
     )
-    return Answer(question, facts, resolved, (*notes, *assumed))
+    layers = activations_words(resolved.case.facts.shape)
+    return Answer(question, facts, resolved, (*notes, *((layers,) if layers else ()), *assumed))
 
 
 def everything(made: Answer) -> list[Priced]:
@@ -327,7 +334,7 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
             "count": hardware.num_devices,
             "figures": figures_words(hardware),
         },
-        "fits": True,
+        "fits": made.fits,
         "without_margin_bytes": made.need_bytes,
         "need_bytes": made.chosen.need_bytes,
         "budget_bytes": resolved.prediction.budget_bytes,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from memtrain.cli.plan.model_shape import shape_for
+from memtrain.cli.plan.model_shape import layers_seer, shape_for
 from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware, detect
@@ -244,9 +244,10 @@ def facts_without_data(
     if recipe.method in HAS_ANSWERS or recipe.online is not None:
         own = assumed_profile(asked, shares_prompts=False)
         unshared = (own, assumed_counter(recipe, own))
+    shape = shape_for(looked.config, recipe.model.path or "model.config", METHODS[recipe.method].head)
     return PlannerInputs(
         hardware=hardware,
-        shape=shape_for(looked.config, recipe.model.path or "model.config", METHODS[recipe.method].head),
+        shape=shape,
         config=looked.config,
         profile=profile,
         count_steps=assumed_counter(recipe, profile),
@@ -258,6 +259,7 @@ def facts_without_data(
         teacher=teacher_shape(recipe, lambda model: look_at_model(model).config),
         presumed=presumed,
         is_guessed=True,
+        see_layers=layers_seer(looked.config, shape),
         at_length=lambda length: facts_without_data(
             SourcedRecipe(with_key(recipe, "length.max_length", length), asked.where),
             looked,

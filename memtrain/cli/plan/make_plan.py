@@ -11,7 +11,7 @@ from typing import Any
 import memtrain
 from memtrain.cli.plan.keep_plan import begun_in, resolve_again
 from memtrain.cli.plan.model_config import model_config, reward_shapes, teacher_shape
-from memtrain.cli.plan.model_shape import shape_for
+from memtrain.cli.plan.model_shape import layers_seer, shape_for
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.cli.plan.usual_tokenizer import keep_last
 from memtrain.memory.estimate.pricing import PlannerInputs, host_need
@@ -110,9 +110,10 @@ def facts_of(
     shared = sequences_of(recipe, data, shares_prompts=True)
     has_apart = recipe.method in HAS_ANSWERS or recipe.online is not None
     unshared = sequences_of(recipe, data, shares_prompts=False) if has_apart else None
+    shape = shape_for(config, recipe.model.path or "model.config", METHODS[recipe.method].head)
     return PlannerInputs(
         hardware=hardware,
-        shape=shape_for(config, recipe.model.path or "model.config", METHODS[recipe.method].head),
+        shape=shape,
         config=config,
         profile=shared.profile,
         count_steps=_counter(recipe, shared),
@@ -126,6 +127,7 @@ def facts_of(
         written_prompt=longest_written_prompt(recipe, data),
         num_written=num_written(recipe, data),
         presumed=presumed,
+        see_layers=layers_seer(config, shape),
         at_length=lambda length: facts_of(
             with_key(recipe, "length.max_length", length), data, config, hardware, presumed
         ),

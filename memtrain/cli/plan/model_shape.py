@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any, Literal
 
+from memtrain.errors import LaunchError
+from memtrain.memory.model_shape.seen_layers import SeenLayers
 from memtrain.memory.model_shape.shape import ModelShape, has_formula, shape_of
+from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.tools.trace.client import LayersJob, layers_job, seen_layers
 
 
 def shape_for(config: Mapping[str, Any], where: str = "", head: Literal["lm", "score"] = "lm") -> ModelShape:
@@ -18,3 +24,25 @@ def shape_for(config: Mapping[str, Any], where: str = "", head: Literal["lm", "s
     from memtrain.trainers.model.loading.module_shapes import counted_shape
 
     return counted_shape(config, where, head)
+
+
+def layers_seer(config: Mapping[str, Any], shape: ModelShape) -> Callable[[Settings], ModelShape] | None:
+    """Function that finds the activations of layers that no formula knows; None where formulas know them, or
+    this machine cannot build the model."""
+    if not shape.own_layers or shape.counts is None:
+        return None
+    return partial(_with_seen_layers, dict(config), shape)
+
+
+def _with_seen_layers(config: dict[str, Any], shape: ModelShape, settings: Settings) -> ModelShape:
+    found = _passed(layers_job(config, settings).model_dump_json())
+    return replace(shape, unseen=found) if isinstance(found, str) else replace(shape, seen=found)
+
+
+@lru_cache(maxsize=16)
+def _passed(job: str) -> SeenLayers | str:
+    """The layers of a job, or why they cannot be passed: a search for lengths asks many times."""
+    try:
+        return seen_layers(LayersJob.model_validate_json(job))
+    except LaunchError as error:
+        return error.faults[0].what

@@ -100,11 +100,12 @@ def rows_of(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
             rows.append((cell.way, cell.device, "no", "", cell.why_not))
             continue
         chosen = cell.answer.chosen
+        is_floor = cell.answer.fits is None
         rows.append(
             (
                 cell.way,
                 cell.device,
-                gib(chosen.need_bytes),
+                f"{'more than ' * is_floor}{gib(chosen.need_bytes)}",
                 f"{cell.answer.tokens_per_s:,.0f}",
                 settings_words(chosen.settings),
             )
@@ -118,7 +119,7 @@ def as_json(cells: Sequence[Cell]) -> list[dict[str, object]]:
         {
             "way": cell.way,
             "device": cell.device,
-            "fits": cell.answer is not None,
+            "fits": cell.answer is not None and cell.answer.fits,
             "need_bytes": cell.answer.chosen.need_bytes if cell.answer else None,
             "tokens_per_s": cell.answer.tokens_per_s if cell.answer else None,
             "why_not": cell.why_not or None,

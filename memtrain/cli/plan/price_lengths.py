@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memtrain.cli.plan.model_config import model_config, teacher_shape
-from memtrain.cli.plan.model_shape import shape_for
+from memtrain.cli.plan.model_shape import layers_seer, shape_for
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, typical_micro_batch
 from memtrain.memory.hardware.devices import Hardware, detect
@@ -67,6 +67,7 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
             unshared=unshared,
             taught=recipe.taught,
             teacher=teacher,
+            see_layers=layers_seer(config, shape),
         )
         try:
             resolved = resolved_if_it_fits(asked, facts)
@@ -91,13 +92,13 @@ def cost_of(resolved: Resolved, facts: PlannerInputs) -> Cost:
         parts.append("streamed layers")
     if settings.offload != "none":
         parts.append("activation offloading")
-    peak = resolved.prediction.peak
+    peak, is_floor = resolved.prediction.peak, resolved.case.facts.shape.is_floor
     return Cost(
-        fits=True,
+        fits=not is_floor,
         peak_bytes=peak.num_bytes,
         need_bytes=resolved.chosen.need_bytes,
         step_s=resolved.chosen.step_s,
-        words=f"{gib(peak.num_bytes)} in the {peak.phase}, {', '.join(parts)}",
+        words=f"{'more than ' * is_floor}{gib(peak.num_bytes)} in the {peak.phase}, {', '.join(parts)}",
     )
 
 

@@ -96,6 +96,9 @@ def recipe_name(path: Path) -> str:
 
 def _fits_words(made: Answer) -> str:
     budget = made.resolved.prediction.budget_bytes or 0
+    if made.fits is None:
+        more = gib(made.chosen.need_bytes)
+        return f"needs more than {more} of {gib(budget)}, and whether it fits is not known."
     return f"fits, needs {gib(made.chosen.need_bytes)} of {gib(budget)}."
 
 

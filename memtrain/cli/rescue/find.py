@@ -16,6 +16,7 @@ from memtrain.cli.rescue.own_tool import Way, own_way
 from memtrain.cli.rescue.traceback import NOTHING, OomReport, read_traceback
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import PlannerInputs
+from memtrain.memory.explain.own_layers import activations_words
 from memtrain.memory.hardware.devices import Hardware, known_names
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.plan import PhasePeak
@@ -181,9 +182,11 @@ def rescued_foreign(foreign: Foreign, asked: RescueQuestion) -> Rescue:
 
 
 def _doubts(facts: PlannerInputs | None) -> tuple[str, ...]:
-    """The remark about an uncertain shape, where there is one."""
-    note = "" if facts is None else facts.shape.note
-    return (f"{note[0].upper()}{note[1:]}.",) if note else ()
+    """The remarks about an uncertain shape and about activations, where there are any."""
+    if facts is None:
+        return ()
+    note, layers = facts.shape.note, activations_words(facts.shape)
+    return tuple(one for one in (f"{note[:1].upper()}{note[1:]}." * bool(note), layers) if one)
 
 
 def _own_recipe(asked: RescueQuestion) -> Recipe | None:
@@ -291,7 +294,7 @@ def _planned(
             break
         found = _fitting(one, facts)
         if found is not None:
-            return found, allowed, facts
+            return found, allowed, found.case.facts
     return None, (), facts
 
 

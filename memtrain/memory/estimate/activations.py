@@ -35,6 +35,7 @@ from memtrain.memory.estimate.experts import (
 )
 from memtrain.memory.estimate.flash_scratch import flash_scratch
 from memtrain.memory.estimate.quantized import LAST, packs_itself, unpacked
+from memtrain.memory.estimate.seen_layers import seen_backward, seen_forward, seen_kept
 from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.model_shape.shape import MLP_NAMES
 
@@ -109,8 +110,10 @@ def needs_product(load: Workload) -> bool:
 
 @once
 def layer_kept(load: Workload) -> int:
-    """Bytes that one layer keeps for its backward pass when it is not checkpointed."""
+    """Bytes that one layer keeps for its backward pass when it is not checkpointed, at most."""
     shape, N, a = load.shape, load.N, load.a
+    if shape.seen is not None:
+        return max(seen_kept(load))
     kept = norm_kept(load, shape.family.num_wide_norms * shape.width, num_scales=shape.family.num_wide_norms)
     # The inputs of the two groups of linear maps: q, k, v, and gate, up.
     attention_input = _keeps_attention_input(load)
@@ -140,19 +143,6 @@ def keeps_its_input(load: Workload) -> bool:
     return not load.is_half or load.is_fused
 
 
-def kept_despite(load: Workload) -> int:
-    """Bytes that a layer keeps although it is checkpointed: with 8-bit weights the inputs of its linear maps.
-
-    Source: bitsandbytes 0.50.2, autograd/_functions.py: MatMul8bitLt holds its input as an attribute, which
-    hooks on saved tensors do not see. Seen on a CPU by tests/trainers/tools/trace/test_trace_bits.py.
-    """
-    if load.settings.quantize != "8bit" or packs_itself(load.settings):
-        return 0
-    shape = load.shape
-    dense = shape.width + shape.mlp_width if shape.num_expert_layers < shape.num_layers else 0
-    return load.a * load.N * (shape.width + shape.query_width + dense)
-
-
 @once
 def layer_boundary(load: Workload) -> int:
     """Bytes that a checkpointed layer keeps: a*N*W, its input."""
@@ -169,6 +159,8 @@ def layer_backward(load: Workload) -> int:
     other moments; bitsandbytes' 8-bit products hold copies of their rows besides. A norm after the MLP goes
     before both, while all that the layer kept is there; the one between is highest where the MLP is narrow.
     """
+    if load.shape.seen is not None:
+        return seen_backward(load) + dequantized(load)
     if load.settings.quantize == "8bit" and load.shape.experts is None and not packs_itself(load.settings):
         return max(mlp_backward(load), attention_backward(load)) + dequantized(load)
     made = max(mlp_backward(load), attention_backward(load), unpacking_backward(load))
@@ -206,6 +198,8 @@ def unpacking_backward(load: Workload) -> int:
 @once
 def scratch_at_peak(load: Workload) -> int:
     """Share of `layer_backward` that is flash attention's own scratch, where its moment is the higher."""
+    if load.shape.seen is not None:
+        return 0
     return flash_scratch(load) if attention_backward(load) > mlp_backward(load) else 0
 
 
@@ -317,6 +311,8 @@ def layer_forward(load: Workload) -> int:
     it is unpacked, and its output. bitsandbytes' 8-bit product is int32, then float16, then what is asked.
     """
     shape, N, a = load.shape, load.N, load.a
+    if shape.seen is not None:
+        return seen_forward(load) + dequantized(load)
     product = a * N * 3 * shape.mlp_width + _adapted_forward(load)
     product += scaled_forward(load, *FACTORS)
     factor = 2 * a * N * shape.mlp_width + max(dequantized(load), norms_forward(load, *MLP_NAMES))

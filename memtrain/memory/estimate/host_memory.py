@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from memtrain.errors import OR, DoesNotFit, Fault
-from memtrain.memory.estimate.activations import layer_boundary, layer_kept
+from memtrain.memory.estimate.activations import layer_boundary
 from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.estimate.checkpoint_copies import COPY, copied_beside
 from memtrain.memory.estimate.host_phases import LAID_OUT, WRITTEN, disk_bytes
+from memtrain.memory.estimate.kept import kept_whole
 from memtrain.memory.estimate.sharded.communication import waiting_bytes
 from memtrain.memory.estimate.static import (
     copy_size,
@@ -115,7 +116,7 @@ def _waiting(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch) -> 
     load = Workload(settings, shape, heaviest)
     waiting = 0
     if settings.offload == "all":
-        waiting = shape.num_layers * layer_kept(load)
+        waiting = kept_whole(load)
     if settings.offload == "boundaries":
         away = max(0, num_checkpointed(settings, shape) - settings.offload_keep)
         waiting = away * rounded(layer_boundary(load))

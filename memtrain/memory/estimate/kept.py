@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import (
     keeps_its_input,
-    kept_despite,
     layer_boundary,
     layer_kept,
     norm_kept,
 )
 from memtrain.memory.estimate.experts import widest_mlp
 from memtrain.memory.estimate.positions import positions_and_mask
+from memtrain.memory.estimate.quantized import packs_itself
+from memtrain.memory.estimate.seen_layers import seen_at_work, seen_kept
 from memtrain.memory.estimate.workload import Workload, once
 
 
@@ -37,6 +38,28 @@ def kept_bytes(load: Workload) -> int:
     return kept(load).at_loss
 
 
+def kept_despite(load: Workload) -> int:
+    """Bytes that a layer keeps although it is checkpointed: with 8-bit weights the inputs of its linear maps.
+
+    Source: bitsandbytes 0.50.2, autograd/_functions.py: MatMul8bitLt holds its input as an attribute, which
+    hooks on saved tensors do not see. Seen on a CPU by tests/trainers/tools/trace/test_trace_bits.py.
+    """
+    if load.settings.quantize != "8bit" or packs_itself(load.settings):
+        return 0
+    shape = load.shape
+    dense = shape.width + shape.mlp_width if shape.num_expert_layers < shape.num_layers else 0
+    return load.a * load.N * (shape.width + shape.query_width + dense)
+
+
+@once
+def kept_whole(load: Workload, every: int = 0) -> int:
+    """Bytes kept by all layers of which none is checkpointed, or every n-th: the first, and so on."""
+    num_layers = load.shape.num_layers
+    if load.shape.seen is None:
+        return (num_layers - (-(-num_layers // every) if every else 0)) * layer_kept(load)
+    return sum(size for at, size in enumerate(seen_kept(load)) if not every or at % every)
+
+
 @once
 def kept(load: Workload) -> Kept:
     """The bytes that layers keep.
@@ -48,28 +71,31 @@ def kept(load: Workload) -> Kept:
     every, full = settings.checkpoint_every, layer_kept(load)
     boundary, tables = layer_boundary(load), positions_and_mask(load)
     if settings.offload == "all":
-        waiting = min(full, load.a * load.N * (5 * widest_mlp(load) + 2 * load.shape.width))
+        moving = load.a * load.N * (5 * widest_mlp(load) + 2 * load.shape.width)
+        waiting = full if load.shape.seen is not None else min(full, moving)
         return Kept(waiting + tables, waiting, tables, waiting + tables)
     if settings.slice_tokens:
         return _kept_streamed(load)
     if not every:
         # Frozen embeddings need no gradient, so the first norm of all keeps nothing.
         unneeded = 0 if load.trains_all else norm_kept(load, load.shape.width, num_scales=1)
-        everything = num_layers * full - unneeded + tables
-        return Kept(everything, full, tables, everything)
+        everything = kept_whole(load) - unneeded + tables
+        at_work = full if load.shape.seen is None else seen_at_work(load)
+        return Kept(everything, at_work, tables, everything)
     is_away = settings.offload == "boundaries"
     count = -(-num_layers // every)
     stay = min(count, settings.offload_keep + 1) if is_away else count
-    everything = stay * boundary + count * kept_despite(load) + (num_layers - count) * full + tables
+    everything = stay * boundary + count * kept_despite(load) + kept_whole(load, every) + tables
     is_last_plain = (num_layers - 1) % every != 0
     # What was held may be a tensor that the layer keeps. Where the last one left too, the one before
     # it is fetched by then.
     keeps_input = keeps_its_input(load)
     is_one_ahead = is_away and not settings.offload_keep and count > 1
+    last = full if load.shape.seen is None else seen_kept(load)[-1]
     shared = boundary if keeps_input and not is_one_ahead else 0
     of_first = boundary if keeps_input and (not is_away or settings.offload_keep >= count) else 0
     return Kept(
-        everything - shared, full - shared if is_last_plain else 0, boundary + tables - of_first, everything
+        everything - shared, last - shared if is_last_plain else 0, boundary + tables - of_first, everything
     )
 
 

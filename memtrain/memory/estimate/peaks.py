@@ -272,8 +272,11 @@ def offloaded_backward(load: Workload) -> int:
     """Most that a layer holds in its backward pass when all it kept is fetched back, one storage ahead.
 
     A fit, not a count of tensors: traces of llama at two precisions, torch 2.13, come to a*N*(6*M + 2.5*W);
-    3*W is taken. docs/memory.md has its error (`offloading all`).
+    3*W is taken. docs/memory.md has its error (`offloading all`). Of layers that no formula knows all that
+    one kept is taken to be back at once.
     """
+    if load.shape.seen is not None:
+        return layer_backward(load)
     return load.a * load.N * (6 * widest_mlp(load) + 3 * load.shape.width)
 
 

@@ -17,6 +17,7 @@ from memtrain.memory.estimate.attention_time import attention_time
 from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.estimate.context_parallel import num_gathered_kv, ulysses_width
 from memtrain.memory.estimate.experts import stack_ranks
+from memtrain.memory.estimate.kept import kept_whole
 from memtrain.memory.estimate.loss_tiles import tile_tokens
 from memtrain.memory.estimate.sharded.communication import (
     CommunicationTime,
@@ -297,7 +298,7 @@ def _copied(load: Workload) -> float:
         away = max(0, num_checkpointed(settings, shape) - settings.offload_keep)
         return float(away * layer_boundary(load))
     if settings.offload == "all":
-        return float(shape.num_layers * layer_kept(load))
+        return float(kept_whole(load))
     return 0.0
 
 

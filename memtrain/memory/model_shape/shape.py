@@ -30,6 +30,8 @@ from memtrain.memory.model_shape.layer_parts import (
     takes_experts,
 )
 from memtrain.memory.model_shape.length_rules import ROTARY, length_rules, own_layers
+from memtrain.memory.model_shape.looked_up import looked_up
+from memtrain.memory.model_shape.seen_layers import SeenLayers
 from memtrain.recipes.sections.model import Adapter
 
 NO_RUN = "no run of it can start here"
@@ -73,6 +75,17 @@ class ModelShape:
     """The LM head, or one number for a sequence."""
     angles_follow_rows: bool = False
     """Rotary positions depend on the length of the row."""
+    own_layers: tuple[str, ...] = ()
+    """Kinds of layers that are neither attention nor an MLP, whose activations no formula knows."""
+    seen: SeenLayers | None = None
+    """Activations of such layers, found in passes without data."""
+    unseen: str = ""
+    """Reason that they were not found."""
+
+    @property
+    def is_floor(self) -> bool:
+        """Whether activations are known to be more than the numbers say."""
+        return bool(self.own_layers) and self.seen is None
 
     @property
     def starts_no_run(self) -> bool:
@@ -330,7 +343,7 @@ def shape_of(
 
     Raises: RecipeError when the numbers of a decoder are missing.
     """
-    config, family, note = _looked_up(config, counts)
+    config, family, note = looked_up(config, counts)
     model_type = str(config.get("model_type", ""))
     known = dict(family.defaults or {}) | canonical(config)
     try:
@@ -345,8 +358,7 @@ def shape_of(
             where,
             "a decoder has hidden_size, num_attention_heads, num_hidden_layers and vocab_size",
         ) from None
-    kv_heads = int(known.get("num_key_value_heads") or heads)
-    head_dim = head_dim_of(known) or width // heads
+    kv_heads, head_dim = int(known.get("num_key_value_heads") or heads), head_dim_of(known) or width // heads
     window, num_sliding = window_of(model_type, family, known, layers)
     experts = experts_of(known)
     linears = linears_of(family, known, width, heads * head_dim, kv_heads * head_dim, mlp_width)
@@ -374,24 +386,5 @@ def shape_of(
         hidden_dropout=bool(known.get("hidden_dropout")),
         counts=counts,
         angles_follow_rows=any(rule.kind in ROTARY for rule in length_rules(known)),
+        own_layers=own_layers(config),
     )
-
-
-def _looked_up(config: Mapping[str, Any], counts: Counts | None) -> tuple[Mapping[str, Any], Family, str]:
-    """(the text part of a config, its family, its uncertain points)."""
-    notes: list[str] = []
-    if isinstance(config.get("text_config"), Mapping):
-        if counts is None:
-            notes.append("only the text part of the model is counted")
-        config = config["text_config"]
-    model_type = str(config.get("model_type", ""))
-    family = FAMILIES.get(model_type)
-    if family is None:
-        part = "counted" if counts is None else "weights are counted, activations are assumed to be"
-        notes.append(f"model type '{model_type}' is not in the table: {part} like a Llama of its sizes")
-        if own_layers(config):
-            notes.append(
-                "its layers of linear attention, or with another state, keep more than that in transformers' "
-                "own code (nearly twice was traced): hold the peak against --trace"
-            )
-    return config, family or Family(), "; ".join(notes)

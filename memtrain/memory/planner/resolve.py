@@ -81,6 +81,7 @@ def resolved_if_it_fits(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
 def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
     """The same for a given number of processes that hold a row together."""
     ledger, case, choices = open_space(asked, facts)
+    facts = case.facts
     budget = training_budget(case.recipe, facts, choices.groups[0][0])
     try:
         chosen, tried = _choose(choices, budget, case)
@@ -146,6 +147,7 @@ def open_space(asked: SourcedRecipe, facts: PlannerInputs) -> tuple[DecisionLog,
     refuse_vllm(ledger, base)
     wholes = in_backward_choices(ledger, (base.batch_size, base.batch_tokens), base.num_processes)
     ledger.raise_refusals()
+    case = StrategyContext(asked, facts.with_seen_layers(base))
     choices = space(base, case, micro_batches, wholes)
     if not choices.groups:
         raise _excludes_all(case, base)

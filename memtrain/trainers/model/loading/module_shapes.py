@@ -121,7 +121,7 @@ def counts_of(model: PreTrainedModel) -> Counts:
     backbone = backbone_of(model)
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    layers = _layers(backbone)
+    layers = decoder_layers(backbone)
     largest = max(layers, key=_num_parameters)
     all_linears = Counter(
         one for name, module in model.named_modules() if module is not head and (one := _linear(name, module))
@@ -143,7 +143,7 @@ def counts_of(model: PreTrainedModel) -> Counts:
     )
 
 
-def _layers(backbone: nn.Module) -> list[nn.Module]:
+def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
     """The decoder layers: the list of modules that holds the most parameters."""
     lists = [list(module) for module in backbone.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=lambda one: sum(map(_num_parameters, one)), default=[backbone])

@@ -12,10 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict
+
 import memtrain
 from memtrain.errors import LaunchError
 from memtrain.memory.estimate.auxiliary_models import RewardShape, reward_model_batch
 from memtrain.memory.estimate.workload import HeaviestBatch
+from memtrain.memory.model_shape.seen_layers import SeenLayers
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.plan import Prediction
 from memtrain.memory.plan.settings import Settings
@@ -23,10 +26,17 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import Section
 
 WORKER = "memtrain.trainers.tools.trace.worker"
-"""The module that traces, as text, for a higher floor."""
+LAYERS_WORKER = "memtrain.trainers.tools.trace.layers_worker"
+"""The modules that trace, as text, for a higher floor."""
 
 
-class RewardModelJob(Section):
+class Job(Section):
+    """Message to a process that traces; infinities of configurations arrive as such."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+
+class RewardModelJob(Job):
     """A reward model beside the policy."""
 
     config: dict[str, Any]
@@ -39,7 +49,7 @@ class RewardModelJob(Section):
     """The most that it reads at once."""
 
 
-class TraceJob(Section):
+class TraceJob(Job):
     """A step to trace."""
 
     recipe: Recipe
@@ -83,6 +93,25 @@ class Traced(Section):
     """Whether the result was found before, and comes from disk."""
 
 
+class LayersJob(Job):
+    """A model whose layers are to be passed."""
+
+    config: dict[str, Any]
+    """The model's configuration, as in config.json."""
+    settings: Settings
+
+
+ANY_STEP: Mapping[str, object] = {
+    "num_processes": 1,
+    "engine": "ddp",
+    "max_length": None,
+    "batch_size": 1,
+    "batch_tokens": None,
+    "micro_batch_size": 1,
+    "micro_tokens": None,
+    "max_steps": 1,
+}
+"""Settings that say nothing about a layer: an answer for one step is one for all."""
 PACKAGES = ("torch", "transformers", "peft", "liger_kernel", "deepspeed")
 """Packages whose code a trace runs."""
 
@@ -160,11 +189,33 @@ def traced(job: TraceJob, *, timeout_s: float = 600.0, cache: Path | None = None
     file = (cache or cache_folder()) / f"{_key(text)}.json"
     if file.is_file():
         return Traced.model_validate_json(file.read_text()).model_copy(update={"is_remembered": True})
+    return Traced.model_validate_json(_asked(WORKER, text, file, timeout_s))
+
+
+def layers_job(config: Mapping[str, Any], settings: Settings) -> LayersJob:
+    """The job that passes the layers of a model; its rows and steps do not matter to it."""
+    return LayersJob(config=dict(config), settings=settings.model_copy(update=ANY_STEP))
+
+
+def seen_layers(job: LayersJob, *, timeout_s: float = 300.0, cache: Path | None = None) -> SeenLayers:
+    """Activations of the layers of `job`, in the same way.
+
+    Raises: LaunchError when they cannot be passed.
+    """
+    text = job.model_dump_json()
+    file = (cache or cache_folder()) / f"{_key(text)}.json"
+    if file.is_file():
+        return SeenLayers.model_validate_json(file.read_text())
+    return SeenLayers.model_validate_json(_asked(LAYERS_WORKER, text, file, timeout_s))
+
+
+def _asked(worker: str, text: str, file: Path, timeout_s: float) -> str:
+    """The answer of a process, as JSON; it is kept in `file`."""
     # Tracing moves no data: one thread, no GPU.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", WORKER],
+            [sys.executable, "-m", worker],
             input=text,
             capture_output=True,
             text=True,
@@ -185,9 +236,9 @@ def traced(job: TraceJob, *, timeout_s: float = 600.0, cache: Path | None = None
             "--trace",
             "leave it out: the computed prediction still holds",
         )
-    found = Traced.model_validate_json(done.stdout.splitlines()[-1])
+    found = done.stdout.splitlines()[-1]
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(found.model_dump_json())
+    file.write_text(found)
     return found
 
 

@@ -10,6 +10,7 @@ from memtrain.trainers.runtime.signals import end_with_parent
 from memtrain.trainers.tools.trace.client import Traced, TraceJob
 from memtrain.trainers.tools.trace.cuda_allocator import replay, smallest_capacity
 from memtrain.trainers.tools.trace.extrapolate import predict_by_trace
+from memtrain.trainers.tools.trace.other_kernels import hide_other_kernels
 from memtrain.trainers.tools.trace.trace import Job
 
 
@@ -45,6 +46,7 @@ def answer(asked: TraceJob) -> Traced:
 def main() -> None:
     """Read, trace, write; end with the process that asks, however that ends."""
     end_with_parent()
+    hide_other_kernels()
     asked = TraceJob.model_validate_json(sys.stdin.read())
     print(answer(asked).model_dump_json())
 

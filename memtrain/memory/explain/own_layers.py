@@ -1,0 +1,25 @@
+"""Words on the activations of layers that are neither attention nor an MLP: seen, or known to be more."""
+
+from __future__ import annotations
+
+from memtrain.memory.model_shape.shape import ModelShape
+
+PACKAGES = "flash-linear-attention, mamba-ssm and causal-conv1d"
+"""Packages whose kernels transformers takes where they are installed."""
+
+
+def activations_words(shape: ModelShape) -> str:
+    """Source of the activations of such layers, in a sentence or two; empty where a model has none."""
+    if not shape.own_layers:
+        return ""
+    layers = f"The activations of its layers ({', '.join(shape.own_layers)})"
+    if shape.seen is not None:
+        return (
+            f"{layers} are those of transformers' own code, seen in passes without data; the kernels of "
+            f"{PACKAGES}, where they are installed, keep less."
+        )
+    why = f": {shape.unseen}" if shape.unseen else ""
+    return (
+        f"{layers} are not known{why}. They are counted like those of a Llama of its sizes, and may be many "
+        "times as much: no number here says that a run fits."
+    )

@@ -1,0 +1,39 @@
+"""Activations of a model's layers as passes without data found them, where no formula knows the layers."""
+
+from __future__ import annotations
+
+from memtrain.recipes.sections.base import Section
+
+
+class Growth(Section):
+    """Bytes of one row that grow with its tokens: a line, and for scores of all tokens with all a square."""
+
+    start: float
+    each: float
+    square: float
+
+    def of(self, tokens: int) -> float:
+        """Bytes of a row of so many tokens."""
+        return max(0.0, self.start + self.each * tokens + self.square * tokens**2)
+
+
+class SeenLayer(Section):
+    """Bytes of a kind of layer."""
+
+    kept: Growth
+    """Bytes from its forward to its backward pass."""
+    backward: Growth
+    """Peak of its backward pass and of the pass that computes it again, with all that the layer kept;
+    gradients of its weights aside."""
+    forward: Growth
+    """Peak of a pass without gradients, with the embeddings and the residual stream."""
+
+
+class SeenLayers(Section):
+    """All layers of a model in one precision, under one adapter."""
+
+    kinds: tuple[SeenLayer, ...]
+    order: tuple[int, ...]
+    """The kind of each layer, the first first."""
+    piece: int
+    """Tokens of the pieces in which the model's code takes a row: the last is padded."""

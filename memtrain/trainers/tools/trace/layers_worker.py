@@ -1,0 +1,23 @@
+"""The process that passes layers: a LayersJob as JSON on standard input, a SeenLayers on the last line."""
+
+from __future__ import annotations
+
+import sys
+
+from memtrain.trainers.runtime.signals import end_with_parent
+from memtrain.trainers.tools.trace.client import LayersJob
+from memtrain.trainers.tools.trace.other_kernels import hide_other_kernels
+
+
+def main() -> None:
+    """Read, pass, write; end with the process that asks, however that ends."""
+    end_with_parent()
+    hide_other_kernels()
+    from memtrain.trainers.tools.trace.seen_layers import see_layers
+
+    asked = LayersJob.model_validate_json(sys.stdin.read())
+    print(see_layers(asked.config, asked.settings).model_dump_json())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Passes through one layer of each kind, on tensors without data: what a layer keeps, and holds at most.
+
+For models whose layers no formula knows. Three lengths of a row stand for all others.
+"""
+
+# T: tokens of a row, D: hidden width.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from memtrain.memory.model_shape.seen_layers import Growth, SeenLayer, SeenLayers
+from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.memory_meter.live_tensors import Recorder
+from memtrain.trainers.model.heads.backbone import backbone_of, base_model
+from memtrain.trainers.model.loading.locate import make_config
+from memtrain.trainers.model.loading.module_shapes import decoder_layers
+from memtrain.trainers.tools.trace.fake_model import bare_model, fakeify
+from memtrain.trainers.tools.trace.operator_rules import RULES, kernel_scratch, with_operator_rules
+from memtrain.trainers.tools.trace.steps import own_gradients
+
+PIECES = ("mamba_chunk_size", "chunk_size", "block_size")
+"""Keys of configurations that tell the tokens of a piece."""
+USUAL_PIECE = 64
+"""Tokens of a piece where the configuration tells none. Source: transformers 5.23, the default of
+`torch_chunk_gated_delta_rule`."""
+TOKEN_BY_TOKEN = frozenset(("falcon_mamba", "jamba", "mamba", "recurrent_gemma", "rwkv", "xlstm", "zamba"))
+"""Model types whose code loops over the tokens of a row: seconds for each hundred in a layer."""
+FEW_TOKENS = 16
+"""Tokens of a piece of theirs. Chosen."""
+LENGTHS = (2, 3, 4)
+"""Pieces of the rows that are passed. Chosen: with one piece a loop over pieces holds less than its share."""
+
+
+@dataclass
+class Marks:
+    """Numbers of events at which a layer's passes begin and end."""
+
+    forward: list[int] = field(default_factory=list[int])
+    """Beginnings of all layers, and the end of the last."""
+    backward: dict[int, int] = field(default_factory=dict[int, int])
+    """Moments at which the gradient of a layer's input is there; by the number of layers that of the last
+    output."""
+
+
+class Seen(NamedTuple):
+    """Bytes of a layer at a length, as in SeenLayer."""
+
+    kept: int
+    backward: int
+    forward: int
+
+
+def see_layers(config: Mapping[str, Any], settings: Settings) -> SeenLayers:
+    """The activations of every kind of layer under a run's precision, attention and adapter.
+
+    Quantized weights are taken as they are when unpacked, and Liger's kernels as transformers' own code.
+    """
+    plain = settings.model_copy(update={"liger": False, "kernels": "transformers", "quantize": "none"})
+    firsts, order = kinds_of(config, plain)
+    piece = piece_of(config)
+    passes = [_seen(config, plain, max(firsts) + 1, count * piece) for count in LENGTHS]
+    seen = tuple(
+        SeenLayer(
+            kept=_growth(piece, [one[at].kept for one in passes]),
+            backward=_growth(piece, [one[at].backward for one in passes]),
+            forward=_growth(piece, [one[at].forward for one in passes]),
+        )
+        for at in firsts
+    )
+    return SeenLayers(kinds=seen, order=order, piece=piece)
+
+
+def piece_of(config: Mapping[str, Any]) -> int:
+    """Tokens of the pieces in which a model's code takes a row."""
+    known = make_config(config).get_text_config()
+    if known.model_type in TOKEN_BY_TOKEN:
+        return FEW_TOKENS
+    return max((int(found) for key in PIECES if (found := getattr(known, key, None))), default=USUAL_PIECE)
+
+
+def _growth(piece: int, num_bytes: Sequence[int]) -> Growth:
+    """The parabola through the bytes at `LENGTHS`, three lengths with one piece more each."""
+    low, middle, high = num_bytes
+    bend = high - 2 * middle + low
+    # On a grid of pieces p: low + (p - p0) * (middle - low) + (p - p0) * (p - p0 - 1) / 2 * bend.
+    first = LENGTHS[0]
+    each = middle - low - bend * (2 * first + 1) / 2
+    start = low - first * (middle - low) + first * (first + 1) / 2 * bend
+    return Growth(start=start, each=each / piece, square=bend / 2 / piece**2)
+
+
+def kinds_of(config: Mapping[str, Any], settings: Settings) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(the first layer of each kind, the kind of each layer): layers of one class with alike parameters."""
+    model = bare_model(config, settings.model_copy(update={"adapter": None}))
+    layers = decoder_layers(backbone_of(base_model(model)))
+    firsts: dict[Any, int] = {}
+    order = list[int]()
+    for at, layer in enumerate(layers):
+        signature = type(layer), tuple((name, p.shape) for name, p in layer.named_parameters())
+        firsts.setdefault(signature, at)
+        order.append(list(firsts).index(signature))
+    return tuple(firsts.values()), tuple(order)
+
+
+def _seen(config: Mapping[str, Any], settings: Settings, depth: int, length: int) -> list[Seen]:
+    """The bytes of each of the first layers at a length."""
+    with FakeTensorMode(allow_non_fake_inputs=True), with_operator_rules(settings.device):
+        with unset_fake_temporarily():
+            model = bare_model(config, settings, depth)
+        fakeify(model)
+        base = base_model(model)
+        base.enable_input_require_grads()
+        recorder = Recorder("cpu", rules=RULES, scratch=kernel_scratch(settings.attention))
+        with recorder:
+            recorder.own([*model.parameters(), *model.buffers()], "weights")
+            own_gradients(model, recorder)
+            ids_1T = torch.zeros(1, length, dtype=torch.long)
+            begun = len(recorder.events)
+            with torch.no_grad():
+                bare = _passed(base, ids_1T, recorder)
+            trained = _passed(base, ids_1T, recorder)
+        live = _without_gradients(recorder)
+    return [_of_layer(live, begun, bare, trained, at) for at in range(depth)]
+
+
+def _of_layer(live: list[int], begun: int, bare: Marks, trained: Marks, at: int) -> Seen:
+    here, after = trained.forward[at], trained.forward[at + 1]
+    before = live[here] - live[trained.forward[0]]
+    again = max(live[here : after + 1])
+    back = max(live[trained.backward[at + 1] : trained.backward[at] + 1])
+    forward = max(live[bare.forward[at] : bare.forward[at + 1] + 1])
+    return Seen(live[after] - live[here], max(again, back) - live[begun] - before, forward - live[begun])
+
+
+def _without_gradients(recorder: Recorder) -> list[int]:
+    """Live bytes after each event, from none on; gradients of weights left out."""
+
+    def change(serial: int, num_bytes: int) -> int:
+        if recorder.owner_of(serial) == "gradients":
+            return 0
+        return num_bytes or -recorder.origins[serial].num_bytes
+
+    return list(accumulate((change(*event) for event in recorder.events), initial=0))
+
+
+def _passed(base: Any, ids_1T: Tensor, recorder: Recorder) -> Marks:  # noqa: N803
+    """Run the backbone, and its backward pass where gradients are on; when each layer began and ended."""
+    marks, backbone = Marks(), backbone_of(base)
+    layers = decoder_layers(backbone)
+
+    def now() -> int:
+        return len(recorder.events)
+
+    def gradient_at(at: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            marks.backward[at] = now()
+
+        return hook
+
+    def before(at: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            marks.forward.append(now())
+            hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+            if hidden.requires_grad:
+                hidden.register_hook(gradient_at(at))
+
+        return hook
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        marks.forward.append(now())
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(gradient_at(len(layers)))
+
+    hooks = [one.register_forward_pre_hook(before(at), with_kwargs=True) for at, one in enumerate(layers)]
+    hooks.append(layers[-1].register_forward_hook(after))
+    hidden_1TD: Tensor = backbone(input_ids=ids_1T, use_cache=False)[0]  # noqa: N806
+    if hidden_1TD.requires_grad:
+        hidden_1TD.backward(torch.empty_like(hidden_1TD))
+    for hook in hooks:
+        hook.remove()
+    return marks

@@ -1,0 +1,70 @@
+"""Plans of models whose layers are not attention and an MLP alone: by what was seen, or without a verdict."""
+
+import json
+
+import pytest
+
+from memtrain.cli.app import run
+from memtrain.cli.plan import model_shape
+from memtrain.errors import LaunchError
+from memtrain.memory.model_shape.seen_layers import Growth, SeenLayer, SeenLayers
+
+HYBRID = """
+method: sft
+model:
+  config: {model_type: qwen3_5_text, vocab_size: 1024, hidden_size: 64, intermediate_size: 128,
+           num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16,
+           linear_num_value_heads: 4, linear_num_key_heads: 2, linear_key_head_dim: 16,
+           linear_value_head_dim: 16}
+  tokenizer: builtin:tiny
+data:
+  train: {source: builtin:arithmetic, limit: 60}
+length: {max_length: 512}
+"""
+
+
+@pytest.fixture
+def hybrid(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "hybrid.yaml").write_text(HYBRID)
+    model_shape._passed.cache_clear()
+    yield "hybrid.yaml"
+    model_shape._passed.cache_clear()
+
+
+def test_layers_that_no_formula_knows_are_counted_as_they_were_seen(hybrid, capsys, monkeypatch):
+    """Three delta rules keep 1,000 bytes of a token, an attention 100: by formula all four kept the same."""
+    bytes_of = {part: Growth(start=0, each=100, square=0) for part in ("kept", "backward", "forward")}
+    attention = SeenLayer(**bytes_of)
+    delta = SeenLayer(**bytes_of | {"kept": Growth(start=0, each=1000, square=0)})
+    seen = SeenLayers(kinds=(delta, attention), order=(0, 0, 0, 1), piece=64)
+    asked = []
+    monkeypatch.setattr(model_shape, "seen_layers", lambda job: asked.append(job) or seen)
+    plain = ["plan", hybrid, "--gpu", "h100", "--without-data", "model.liger=off"]
+    run([*plain, "--json", "train.micro_batch_size=1"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] is True
+    assert "those of transformers' own code, seen in passes without data" in " ".join(told["notes"])
+    owners = {one["owner"]: one["num_bytes"] for one in told["prediction"]["phases"][2]["owners"]}
+    cosines, final_norm = 2 * 2 * 512 * 16, 512 * (64 * (4 + 2) + 4)
+    assert owners["activations"] == 512 * 3100 + cosines + final_norm
+    run([*plain, "--solve", "max_length"])
+    assert len(asked) == 1
+
+
+def test_no_plan_fits_by_numbers_that_are_known_to_be_low(hybrid, capsys, monkeypatch):
+    """The formulas of a Llama told 38 to 89 % too little of such layers, and the plan said that it fits."""
+
+    def fails(job):
+        raise LaunchError("the step could not be traced: it broke", "--trace", "leave it out")
+
+    monkeypatch.setattr(model_shape, "seen_layers", fails)
+    run(["plan", hybrid, "--gpu", "h100", "--without-data"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "needs more than 1." in words
+    assert "and whether it fits is not known." in words
+    assert "are not known: the step could not be traced: it broke." in words
+    assert ": fits" not in words
+    run(["plan", hybrid, "--gpu", "h100", "--without-data", "--json"])
+    assert json.loads(capsys.readouterr().out)["fits"] is None
