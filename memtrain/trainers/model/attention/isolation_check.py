@@ -202,7 +202,7 @@ def _measured(
     def together(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         try:
             hidden_TD = _hidden(model, torch.cat([*prompt, first, second]), layout)
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError) as error:
             # A class whose attention is of another kind trips over one that is not its own, each in its way.
             what = f"{type(model).__name__} does not run under {backend} attention ({error})"
             raise LaunchError(what, "model.attention", FIX) from error

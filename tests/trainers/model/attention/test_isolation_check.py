@@ -127,6 +127,14 @@ def test_an_unknown_change_of_the_scores_is_found_against_the_models_own_attenti
         verify_isolation(model, AttentionBackend.TORCH_CPU)
 
 
+def test_a_model_that_attends_to_other_keys_than_its_tokens_is_refused():
+    """DeepSeek 4 compresses its keys: an assertion about an empty cache ended the run as a bug."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    experts["num_hidden_layers"] = 4
+    with pytest.raises(LaunchError, match="does not run under torch_cpu attention"):
+        verify_isolation(model_of("deepseek_v4", **experts), AttentionBackend.TORCH_CPU)
+
+
 def test_a_model_whose_attention_cannot_be_replaced_is_refused():
     model = model_of("bloom", n_head=4)
     with pytest.raises(LaunchError, match="does not allow another attention function"):
