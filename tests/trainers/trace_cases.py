@@ -515,6 +515,10 @@ RANKS = {
     "FSDP2, dpo, a copy": Case("dpo", LLAMA, FSDP | {"reference": "copy"} | EVERY | SHARED),
     "FSDP2, shards on the host": sft(LLAMA, FSDP | AWAY),
     "FSDP2, shards on the host, checkpointed, accumulating": sft(QWEN, FSDP | AWAY | EVERY | HALF, 2),
+    "FSDP2, a save in the background": sft(LLAMA, FSDP | {"background_save": True} | EVERY | HALF),
+    "FSDP2, a save in the background, of shards": sft(
+        QWEN, FSDP | {"background_save": True, "checkpoint_layout": "sharded"} | EVERY | HALF, 2
+    ),
     "slices": replace(sft(LLAMA, SLICED), batch=LEARNT),
     "slices, checkpointed": replace(sft(LLAMA, SLICED | EVERY | HALF, 2), batch=LEARNT),
     "slices, dpo": Case("dpo", LLAMA, SLICED | {"reference": "copy"} | EVERY | SHARED),

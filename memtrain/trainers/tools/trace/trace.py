@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from memtrain.memory.estimate.checkpoint_copies import COPY
+from memtrain.memory.estimate.checkpoint_copies import COPY, writes_shards
 from memtrain.memory.estimate.teachers import teacher_settings
 from memtrain.memory.estimate.workload import HeaviestBatch
-from memtrain.memory.plan.engine_kinds import is_sharded
+from memtrain.memory.plan.engine_kinds import is_sharded, shards_weights
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
@@ -234,15 +235,23 @@ def run_steps(
 @contextmanager
 def _saved_beside(stage: StepSetup, recorder: Recorder) -> Iterator[None]:
     """Buffers that a save in the background fills after the first step, where the host is the device: they
-    stay for the saves that follow."""
+    stay for the saves that follow. Of shards the main process has them all, or each its own."""
     copies, optimizer, reference = HostCopies(), stage.optimizer, stage.reference
+    settings = stage.settings
+    count = settings.num_processes if shards_weights(settings) and not writes_shards(settings) else 1
     if stage.settings.background_save and stage.settings.device == "cpu":
         held = optimizer.held() if isinstance(optimizer, MasterWeights) else []
         followed = reference.kept_state().values() if isinstance(reference, EmaReference) else ()
         with recorder.owned_by(COPY):
             for tensor in (*stage.parameters, *tensors_of(optimizer.state), *held, *followed):
-                copies.tensor(local_of(tensor))
+                own = local_of(tensor)
+                copies.tensor(own if count == 1 else _whole(own, count))
     yield
+
+
+def _whole(rows: Tensor, count: int) -> Tensor:
+    """A tensor as the main process gathers it from so many, which have as many rows each."""
+    return torch.empty((count * rows.shape[0], *rows.shape[1:]), dtype=rows.dtype) if rows.dim() else rows
 
 
 def _after_steps(cast: Models, job: Job, stage: StepSetup, recorder: Recorder) -> None:

@@ -409,6 +409,12 @@ def test_heads_dealt_out_and_background_saves_can_be_traced(name):
     assert "DeepSpeed" in (can_trace(case.recipe, zero) or "")
 
 
+@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("FSDP2, a save in the background")])
+def test_the_copy_of_a_background_save_is_the_main_ranks(name):
+    """Whole where that writes all, else its own part: a trace of the former had half of it."""
+    assert CASES[name].estimated().peak.num_bytes == pytest.approx(traced_here(name).peak_bytes, rel=0.003)
+
+
 def test_tracing_leaves_torch_and_transformers_as_they_were():
     from transformers import masking_utils
 
