@@ -86,9 +86,7 @@ def with_generation(
     phases = [one for one in prediction.phases if not held_out or one.phase != "evaluation"]
     phases += [phase_peak("evaluation", owners | judged(rows))] if held_out else []
     phases.append(phase_peak("generation", owners | moment(rows)))
-    if facts.rewards:
-        reading = reward_scoring_bytes(settings, facts.rewards, longest_read(facts, alone) + alone.max_tokens)
-        phases.append(phase_peak("rewards", owners | {"activations": reading}))
+    phases += _judging(settings, facts, alone, owners)
     factor, passes = _decide_passes(settings, facts, prediction.peak.num_bytes, recipe)
     if recipe.online is not None and recipe.online.needs.passes:
         phases.append(passes)
@@ -152,9 +150,24 @@ def _with_vllm(
         rows = _decide_rows(ledger, recipe, settings, lambda rows: True)
         settings = settings.model_copy(update={"rollout_rows": rows})
     owners = {one.owner: one.num_bytes for one in resting.owners}
-    owners["weights on their way"] = weights_bucket(recipe, settings)
-    phases = (*prediction.phases, phase_peak("generation", owners))
-    return settings, prediction.model_copy(update={"phases": phases})
+    on_the_way = {"weights on their way": weights_bucket(recipe, settings)}
+    phases = [*prediction.phases, phase_peak("generation", owners | on_the_way)]
+    phases += _judging(settings, facts, recipe.generation, owners)
+    if recipe.online is not None and recipe.online.needs.passes:
+        phases.append(_pass_peak(settings, facts, settings.pass_factor, recipe.online.steps_per_rollout))
+    return settings, prediction.model_copy(update={"phases": tuple(phases)})
+
+
+def _judging(
+    settings: Settings, facts: PlannerInputs, generate: Generate, resting: dict[str, int]
+) -> list[PhasePeak]:
+    """The peak while reward models read the longest prompt with its completion; none without such models."""
+    if not facts.rewards:
+        return []
+    reading = reward_scoring_bytes(
+        settings, facts.rewards, longest_read(facts, generate) + generate.max_tokens
+    )
+    return [phase_peak("rewards", resting | {"activations": reading})]
 
 
 def _decide_correction(ledger: DecisionLog) -> None:

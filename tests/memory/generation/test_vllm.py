@@ -1,11 +1,13 @@
 """What vLLM adds to a plan: its memory beside training, asleep and awake, and what it refuses."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from memtrain.errors import DoesNotFit, RecipeError
+from memtrain.memory.estimate.auxiliary_models import RewardShape
 from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, PlannerInputs
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.explain.tables import VLLM, owner_table, with_vllm
@@ -178,3 +180,14 @@ def test_weights_in_shards_are_refused(ask: Ask, facts_of: Callable[..., Planner
     with pytest.raises(RecipeError) as caught:
         ask(facts, cluster__engine=engine, generate__vllm=PYTHON, **GRPO)
     assert any("vLLM needs whole weights" in fault.what for fault in caught.value.faults)
+
+
+def test_what_reads_completions_is_in_the_plan_beside_vllm_too(ask: Ask, on_h100: PlannerInputs):
+    """A reward model's own pass and that of old log-probs: as where the trained module writes."""
+    judged = replace(on_h100, rewards=(RewardShape(on_h100.shape, "auto"),))
+    asked = GRPO | {"grpo__beta": 0.04}
+    beside = ask(judged, generate__vllm=PYTHON, **asked).prediction
+    alone = ask(judged, **asked | {"generate__backend": "native"}).prediction
+    found, native = ({p.phase: p.num_bytes for p in one.phases} for one in (beside, alone))
+    assert found["rewards"] == native["rewards"] > found["saving"]
+    assert found["saving"] < found["log-probs"] <= native["log-probs"]
