@@ -179,7 +179,8 @@ def _plain_rows(load: Workload, *, keeps_input: bool) -> int:
 
 def stacks_backward(load: Workload, kept: int, *, stays: bool = True, widens: int = 0) -> int:
     """Bytes of `experts_backward` with the gradients of trained stacks; 0: none is trained."""
-    if load.shape.experts is None or not load.trains_all:
+    # Nemotron-H's configuration has numbers of experts whether or not a layer has any.
+    if load.shape.experts is None or not load.shape.stacks or not load.trains_all:
         return 0
     return experts_backward(load, kept, *stack_gradients(load), stays=stays, widens=widens)
 

@@ -39,11 +39,15 @@ FAMILIES = {
     "falcon_h1": MAMBA2,
     "bamba": MAMBA2 | {"attn_layer_indices": [1]},
     "granitemoehybrid": MAMBA2 | OF_EXPERTS | IN_TURN | {"shared_intermediate_size": 256},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1}
+    | {"hybrid_override_pattern": "M*-M", "num_hidden_layers": 4, "head_dim": 32}
+    # As transformers saves it: numbers of experts that no layer has.
+    | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688},
     "minimax": OF_EXPERTS | IN_TURN | {"block_size": 64},
     "recurrent_gemma": {"lru_width": 128, "block_types": ["recurrent", "attention"]},
 }
-QUICK = ("qwen3_5_text", "lfm2")
-NO_ADAPTER = ("falcon_h1",)
+QUICK = ("qwen3_5_text", "lfm2", "nemotron_h")
+NO_ADAPTER = ("falcon_h1", "nemotron_h")
 """Of which PEFT adapts no `out_proj`."""
 LONG = HeaviestBatch(rows=2, tokens=1024, scored_tokens=1024, longest=512)
 FORMS = {
