@@ -7,6 +7,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtrain.cli.plan.model_shape import shape_for
+from memtrain.memory.explain.own_layers import activations_words
 from memtrain.recipes.sections.model import Adapter
 
 BASE = {
@@ -52,7 +53,8 @@ def test_adapters_of_models_with_experts_are_those_that_peft_makes(model_type, t
 
 
 def test_layers_with_a_state_of_their_own_are_said_to_keep_more_than_is_counted():
-    config = BASE | DELTA | {"model_type": "qwen3_next"}
-    assert "linear attention" in shape_for(config).note
-    assert "--trace" in shape_for(config).note
-    assert "--trace" not in shape_for(BASE | {"model_type": "olmoe"}).note
+    shape = shape_for(BASE | DELTA | {"model_type": "qwen3_next"})
+    assert shape.is_floor
+    assert "may be many times as much" in activations_words(shape)
+    plain = shape_for(BASE | {"model_type": "olmoe"})
+    assert (plain.is_floor, activations_words(plain)) == (False, "")
