@@ -157,8 +157,13 @@ PLAIN_LAYERS = frozenset(
 STATE_KEYS = ("ssm_cfg", "mamba_d_state", "state_size", "linear_num_value_heads")
 """Keys of configurations whose models have layers with a state, where no list says so."""
 
+STATE_TYPES = ("rwkv",)
+"""Model types of which every layer has a state, and no key says so."""
+
 
 def own_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kinds of layers that are not plain attention (`linear_attention`, `mamba`), or the keys that tell
-    of them; empty where there are none."""
-    return tuple(sorted(layer_kinds(config) - PLAIN_LAYERS | {key for key in STATE_KEYS if config.get(key)}))
+    """The kinds of layers that are not plain attention (`linear_attention`, `mamba`), or the keys or the
+    model type that tell of them; empty where there are none."""
+    told = {key for key in STATE_KEYS if config.get(key)}
+    told.update(one for one in STATE_TYPES if one == config.get("model_type"))
+    return tuple(sorted(layer_kinds(config) - PLAIN_LAYERS | told))
