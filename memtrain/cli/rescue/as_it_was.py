@@ -102,9 +102,7 @@ def as_it_was(
 
 def _precision_doubt(foreign: Foreign, recipe: Recipe) -> str:
     """The remark that frozen weights may have been in float32, where nothing says their precision."""
-    is_theirs = foreign.tool.name == "trl" or (
-        foreign.tool.name == "unsloth" and foreign.config.get("unsloth") is not True
-    )
+    is_theirs = foreign.tool.name == "trl" or foreign.is_plain_script
     is_said = any(re.search(r"dtype|model_init_kwargs", key) for key in foreign.config)
     if not is_theirs or is_said or recipe.model.adapter is None or recipe.model.quantize != "none":
         return ""

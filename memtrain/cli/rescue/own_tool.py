@@ -85,8 +85,9 @@ def own_way(
     None where the tool's own keys do not make it fit.
     """
     search = _Search(foreign, hardware, budget, max_length, pins)
-    is_script = foreign.tool.name == "unsloth" and foreign.config.get("unsloth") is not True
-    changes = changes_of(foreign.tool.name, was.imported.method, foreign.processes, is_script=is_script)
+    changes = changes_of(
+        foreign.tool.name, was.imported.method, foreign.processes, is_script=foreign.is_plain_script
+    )
     if foreign.grows_segments:
         changes = [one for one in changes if one is not SEGMENTS]
     exact = [one for one in changes if not one.learns and search.way((one,)) is not None]

@@ -58,6 +58,11 @@ class Foreign:
     grows_segments: bool = False
     """The command or script lets torch's allocator grow its segments."""
 
+    @property
+    def is_plain_script(self) -> bool:
+        """Whether it is a script of TRL's trainers, read by Unsloth's table but without Unsloth."""
+        return self.tool.name == "unsloth" and self.config.get("unsloth") is not True
+
 
 @dataclass(frozen=True, slots=True)
 class Imported:

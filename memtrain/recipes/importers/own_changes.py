@@ -267,13 +267,9 @@ def _llamafactory(method: str, processes: int) -> list[OwnChange]:
 
 def _stage(name: str) -> Edit:
     """A stage of DeepSpeed, in accelerate's file where that starts the run: both at once are refused."""
-    stage: dict[str, object] = {"deepspeed": f"examples/deepspeed/ds_z{name}_config.json"}
-    accelerates: dict[str, object] = {"accelerate_config": f"zero{name}"}
-    return lambda config: {
-        key: value
-        for key, value in (accelerates if config.get("accelerate_config") else stage).items()
-        if config.get(key) != value
-    }
+    stage = _set("deepspeed", f"examples/deepspeed/ds_z{name}_config.json")
+    accelerates = _set("accelerate_config", f"zero{name}")
+    return lambda config: (accelerates if config.get("accelerate_config") else stage)(config)
 
 
 def _four_bits(config: Config) -> Mapping[str, object]:

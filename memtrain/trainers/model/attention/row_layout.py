@@ -44,14 +44,6 @@ class Part:
         pairs = zip(pairwise(self.query_bounds), pairwise(self.key_bounds), strict=True)
         return [(*query, *key) for query, key in pairs]
 
-    def lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tokens of each segment: (queries, keys)."""
-        queries, keys = (
-            tuple(end - start for start, end in pairwise(bounds))
-            for bounds in (self.query_bounds, self.key_bounds)
-        )
-        return queries, keys
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Part:
         """The same part with its tensors on `device`."""
         return replace(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -49,11 +50,14 @@ class SegmentCalls:
 
 @lru_cache(maxsize=8)
 def segment_calls(
-    query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], num_folded: int
+    query_bounds: tuple[int, ...], key_bounds: tuple[int, ...], num_folded: int
 ) -> SegmentCalls:
-    """Calls of segments of these lengths, the same for every layer; see `SegmentCalls.num_folded`."""
-    is_one = num_folded == 1 and len(set(query_lengths)) == len(set(key_lengths)) == 1
-    return SegmentCalls(query_lengths, key_lengths, num_folded, is_one)
+    """Calls of the segments between these bounds (see `row_layout.Part`), the same for every layer."""
+    queries, keys = (
+        tuple(end - start for start, end in pairwise(bounds)) for bounds in (query_bounds, key_bounds)
+    )
+    is_one = num_folded == 1 and len(set(queries)) == len(set(keys)) == 1
+    return SegmentCalls(queries, keys, num_folded, is_one)
 
 
 def rows_of(result_ShLD: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class SegmentLoop:
     @classmethod
     def _calls(cls, query_THD: Tensor, key_TKD: Tensor, part: Part) -> SegmentCalls:
         num_folded = 1 if cls.shares_keys(query_THD.dtype) else query_THD.shape[1] // key_TKD.shape[1]
-        return segment_calls(*part.lengths(), num_folded)
+        return segment_calls(part.query_bounds, part.key_bounds, num_folded)
 
 
 def _lse_dtype(tensor: Tensor) -> torch.dtype:
