@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# The ladder of gpu.py on a card that is there for minutes: what shares a card runs side by side, what is timed runs
+# alone after it. Results lie packed in OUT/ladder.tgz, again every few seconds: a command that is cut off leaves them.
+#   benchmarks/gpu_short.sh OUT SECONDS GROUP... -- STAGE...
+# A GROUP is names of stages joined by commas, or `tests` (tests marked gpu, on 6 workers); groups end after
+# TOGETHER_S, half of the time by default. STAGEs are timed alone. GPU_WORDS=--stand-in rehearses it.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=$(mkdir -p "$1" && cd "$1" && pwd) seconds=$2 made=$(mktemp -d)
+shift 2
+end=$((SECONDS + seconds)) until=$((SECONDS + ${TOGETHER_S:-$((seconds / 2))})) python=${PYTHON:-python3}
+pack() { tar -czf "$out/ladder.tmp" -C "$made" --exclude=work . && mv "$out/ladder.tmp" "$out/ladder.tgz"; }
+ladder() { # NAME STAGE...
+  local name=$1 words=()
+  shift
+  read -ra words <<<"${GPU_WORDS:-}"
+  "$python" benchmarks/gpu.py --out "$made/$name" --work "$made/work/$name" --limit-s $((until - SECONDS)) \
+    --commit "${COMMIT:-}" --only "$@" "${words[@]}" 2>&1 | sed -u "s/^/[$name] /"
+}
+tests() {
+  mkdir -p "$made/tests"
+  PYTHONPATH="$("$python" -c "import sys; sys.path[:0] = ['benchmarks']; from pathlib import Path
+from first_light.wheels import site_of; print(site_of(Path.cwd()) or '')"):${PYTHONPATH:-}" \
+    timeout $((until - SECONDS)) "$python" -m pytest tests/gpu -m gpu -n 6 -q --tb=short -p no:cacheprovider -rs \
+    --durations=15 -o timeout=120 >"$made/tests/log.txt" 2>&1
+  tail -n 3 "$made/tests/log.txt" | sed "s/^/[tests] /"
+}
+ladder machine machine
+pack
+(while sleep 5; do pack; done) &
+packer=$!
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+  if [ "$1" = tests ]; then
+    tests &
+  else
+    IFS=, read -ra names <<<"$1"
+    ladder "${names[0]// /-}" "${names[@]}" &
+  fi
+  shift
+done
+running=$(jobs -p | grep -vx "$packer" || true)
+[ -z "$running" ] || wait $running
+echo "side by side: done after $((SECONDS - end + seconds)) s"
+shift || true
+until=$end
+[ $# -eq 0 ] || [ $((end - SECONDS)) -lt 20 ] || ladder alone "$@"
+kill "$packer" 2>/dev/null
+pack
+echo "all: $((SECONDS - end + seconds)) s"
