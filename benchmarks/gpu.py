@@ -52,11 +52,11 @@ def main() -> int:
         "command": COMMAND,
     }
     worker = Worker(worker_command(work, stand_in=asked.stand_in), dict(os.environ), asked.out / "log.txt")
-    tracers = Tracers(asked.out, work)
+    tracers = Tracers(asked.out, work, waits=asked.traces == "later")
     tracers.go_on(results.read(asked.out))
     run = Run(asked.out, worker, asked.limit_s, traces=tracers.begin)
     try:
-        left = run.down(wanted, where)
+        left = [] if asked.traces == "only" else run.down(wanted, where)
     finally:
         worker.end()
     untraced = tracers.finish(run.left_s + MARGIN_S / 2)
@@ -76,6 +76,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=3600, help="seconds after which nothing runs")
     parser.add_argument("--only", nargs="+", help="stages whose names contain one of these")
     parser.add_argument("--work", type=Path, help="folder for models and rows; else in /tmp")
+    parser.add_argument(
+        "--traces",
+        choices=("now", "later", "only"),
+        default="now",
+        help="beside the stages; by a later call, on a machine without the GPU too; or only those that wait",
+    )
     parser.add_argument("--commit", default="", help="of a tree without git, written beside each result")
     parser.add_argument("--stand-in", action="store_true", help="a CPU with tiny models in place of the GPU")
     asked = parser.parse_args()

@@ -3,7 +3,8 @@
 # alone after it. Results lie packed in OUT/ladder.tgz, again every few seconds: a command that is cut off leaves them.
 #   benchmarks/gpu_short.sh OUT SECONDS GROUP... -- STAGE...
 # A GROUP is names of stages joined by commas, or `tests` (tests marked gpu, on 6 workers); groups end after
-# TOGETHER_S, half of the time by default. STAGEs are timed alone. GPU_WORDS=--stand-in rehearses it.
+# TOGETHER_S, half of the time by default. STAGEs are timed alone. Traces are made later, elsewhere
+# (gpu.py --traces only). GPU_WORDS=--stand-in rehearses it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd) seconds=$2 made=$(mktemp -d)
@@ -15,7 +16,7 @@ ladder() { # NAME STAGE...
   shift
   read -ra words <<<"${GPU_WORDS:-}"
   "$python" benchmarks/gpu.py --out "$made/$name" --work "$made/work/$name" --limit-s $((until - SECONDS)) \
-    --commit "${COMMIT:-}" --only "$@" "${words[@]}" 2>&1 | sed -u "s/^/[$name] /"
+    --commit "${COMMIT:-}" --traces later --only "$@" "${words[@]}" 2>&1 | sed -u "s/^/[$name] /"
 }
 tests() {
   mkdir -p "$made/tests"
@@ -34,7 +35,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     tests &
   else
     IFS=, read -ra names <<<"$1"
-    ladder "${names[0]// /-}" "${names[@]}" &
+    ladder "${names[0]//[\/ ]/-}" "${names[@]}" &
   fi
   shift
 done

@@ -15,10 +15,13 @@ CORES_A_TRACE = 4
 
 
 class Tracers:
-    """A few traces at a time; each adds its line to the results when it is there."""
+    """A few traces at a time; each adds its line to the results when it is there.
 
-    def __init__(self, out: Path, work: Path) -> None:
-        self.out, self.cache = out, work / "traces"
+    `waits`: jobs are only written among the results, for a later call.
+    """
+
+    def __init__(self, out: Path, work: Path, *, waits: bool = False) -> None:
+        self.out, self.cache, self.waits = out, work / "traces", waits
         self.pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CORES_A_TRACE))
         self.under_way: list[Future[None]] = []
         self.lock = Lock()
@@ -42,6 +45,8 @@ class Tracers:
                 self._submit(stage, text)
 
     def _submit(self, stage: str, job: str) -> None:
+        if self.waits:
+            return
         self.under_way.append(self.pool.submit(self._trace, stage, job))
 
     def finish(self, limit_s: float) -> int:
