@@ -116,10 +116,11 @@ def _chunked_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int
     """
     shape, a, S, tile_bytes = load.shape, load.a, load.S, load.settings.loss_tile_bytes  # noqa: N806
     V, W = shape.vocab_size, shape.width  # noqa: N806
-    scored = _tile(load, V, buffers=1 if load.batch.asks is HeadOutput.LOGPS else 2)
+    scored = _tile(load, V, buffers=1 if load.batch.asks is HeadOutput.LOGPS or load.fuses_tiles else 2)
     if not trains_head or not load.is_half or tile_bytes >= 4 * V * W:
         is_plain = load.batch.asks is not HeadOutput.NLL
-        T, tile = _tile(load, V, buffers=2 - is_plain + shape.logit_softcap)  # noqa: N806
+        buffers = 1 if load.fuses_tiles else 2 - is_plain + shape.logit_softcap
+        T, tile = _tile(load, V, buffers=buffers)  # noqa: N806
         kept = a * S * W + (4 * V * W if trains_head else 0)
         narrowed = a * V * W if trains_head and load.is_half else 0
         scratch = tile + _beside_a_tile(load, T, V, min(4 * V * W, tile_bytes)) + 4 * T * W * load.is_half
@@ -172,9 +173,10 @@ def _widened(load: Workload, tokens: int, num_columns: int) -> int:
 
 
 def _beside_a_tile(load: Workload, tokens: int, num_columns: int, block: int) -> int:
-    """Scratch of a product with a tile of gradients: widened operands, or the tile in half precision."""
+    """Scratch of a product with a tile of gradients: widened operands, or the tile in half precision, which
+    Triton's kernels write in the tile's own place."""
     if not load.is_half:
         return 0
     if load.sums_half_wide:
-        return load.a * tokens * num_columns
+        return 0 if load.fuses_tiles else load.a * tokens * num_columns
     return 4 * tokens * load.shape.width + block

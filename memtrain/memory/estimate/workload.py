@@ -136,6 +136,11 @@ class Workload:
         return self.is_half and self.settings.device == "cuda"
 
     @cached_property
+    def fuses_tiles(self) -> bool:
+        """Triton's kernels turn a tile of logits into its gradient in its own place, in half precision."""
+        return self.settings.loss_kernel == "triton" and not self.shape.logit_softcap
+
+    @cached_property
     def is_fused(self) -> bool:
         """Norms and gated products keep their inputs alone; never in another tool's run."""
         return self.settings.kernels == "fused" and self.batch.foreign is None

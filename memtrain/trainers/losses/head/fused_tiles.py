@@ -19,16 +19,11 @@ from memtrain.trainers.losses.head.tiles import (
 )
 
 
-def is_fused(tile_TK: Tensor, rule: LogitRule) -> bool:
-    """Whether a tile goes through Triton's kernels: float32 on CUDA, by a rule without a softcap.
-
-    A trace, in which the CPU plays the GPU, counts the torch form: its tiles are the same.
-    """
-    return rule.kernel == "triton" and rule.softcap is None and tile_TK.is_cuda and _is_float32(tile_TK)
-
-
-def _is_float32(tile_TK: Tensor) -> bool:
-    return tile_TK.dtype == torch.float32 and tile_TK.stride(1) == 1
+def is_fused(rule: LogitRule, wide: torch.dtype, device: torch.device) -> bool:
+    """Whether tiles go through Triton's kernels: float32 on CUDA, by a rule without a softcap."""
+    return (
+        rule.kernel == "triton" and rule.softcap is None and device.type == "cuda" and wide == torch.float32
+    )
 
 
 def fused_scores(tile_TV: Tensor, targets_T: Tensor, options: ScoreOptions) -> TileScores:
@@ -64,16 +59,25 @@ def fused_gradient_(
     coefficients: Coefficients,
     rule: LogitRule,
     first_column: int = 0,
+    narrow: torch.dtype | None = None,
 ) -> Tensor:
-    """The gradient with respect to head outputs, in their place; as the torch form of `tiles.py` gives it."""
-    from memtrain.trainers.losses.head.triton_tiles import BLOCK, NUM_WARPS, gradient_rows
+    """The gradient with respect to head outputs, in their place; as the torch form of `tiles.py` gives it.
+
+    narrow: rounded to this dtype, of 2 bytes, in the first half of each row's place: products read it there,
+        and no copy of the tile is made for them.
+    """
+    from memtrain.trainers.losses.head.triton_tiles import BLOCK, NUM_WARPS, gradient_rows, narrow_rows
 
     every_T, slope_T = coefficients.every_N, coefficients.entropy_N
     num_columns = tile_TK.shape[1]
-    rows: Any = gradient_rows
-    rows[(len(tile_TK), -(-num_columns // BLOCK))](
+    out_TK = tile_TK if narrow is None else tile_TK.view(narrow)[:, :num_columns]
+    rows: Any = gradient_rows if narrow is None else narrow_rows
+    grid = (len(tile_TK), -(-num_columns // BLOCK)) if narrow is None else (len(tile_TK),)
+    rows[grid](
         tile_TK,
+        out_TK,
         tile_TK.stride(0),
+        out_TK.stride(0),
         targets_T,
         log_z_T,
         log_z_T if entropy_T is None else entropy_T,
@@ -82,18 +86,18 @@ def fused_gradient_(
         log_z_T if every_T is None else every_T.contiguous(),
         log_z_T if slope_T is None else slope_T.contiguous(),
         first_column,
-        num_columns,
         rule.slope,
+        NUM_COLUMNS=num_columns,
         HAS_EVERY=every_T is not None,
         HAS_ENTROPY=slope_T is not None,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
     )
-    return tile_TK
+    return out_TK
 
 
 def check_kernels(device: torch.device) -> None:
-    """Run both kernels on a few tokens, before the first step.
+    """Run all kernels on a few tokens, before the first step.
 
     Raises: LaunchError where triton cannot compile them here, or their numbers are not those of torch.
     """
@@ -102,9 +106,10 @@ def check_kernels(device: torch.device) -> None:
     try:
         log_z_T = fused_scores(tile_TV, targets_T, ScoreOptions(LogitRule(), ())).log_z_T
         ones_T = torch.ones_like(log_z_T)
-        grad_TV = fused_gradient_(
-            tile_TV.clone(), targets_T, log_z_T, None, Coefficients(ones_T, -ones_T, None, None), LogitRule()
-        )
+        factors = Coefficients(ones_T, -ones_T, None, None)
+        given = (targets_T, log_z_T, None, factors, LogitRule())
+        grad_TV = fused_gradient_(tile_TV.clone(), *given)
+        narrow_TV = fused_gradient_(tile_TV.clone(), *given, narrow=torch.float16)
     except Exception as fault:  # A compiler can fail in any way; the error says in which.
         raise _cannot(f"{type(fault).__name__}: {fault}") from None
     expected_TV = tile_TV.softmax(-1)
@@ -112,6 +117,8 @@ def check_kernels(device: torch.device) -> None:
     error = ((grad_TV - expected_TV).norm() / expected_TV.norm()).item()
     if not error < 1e-5:
         raise _cannot(f"their gradient is off by {error:.1e}")
+    if not torch.equal(narrow_TV, grad_TV.to(narrow_TV.dtype)):
+        raise _cannot("their rounded gradient is not their gradient, rounded")
 
 
 def _cannot(reason: str) -> LaunchError:

@@ -100,10 +100,11 @@ def gradients_by_tokens(
     """
     gradients = HeadGradients(operands, needs, products)
     num_tokens, num_columns = operands.hidden[0].shape[0], operands.weight[0].shape[0]
-    step = num_tile_tokens(num_columns, _num_buffers(tokens, rule), rule, products.wide)
+    form = _Form.of(operands, tokens, rule, needs, products)
+    step = num_tile_tokens(num_columns, form.num_buffers, rule, products.wide)
     scratch = _scratch(min(step, num_tokens), num_columns, operands, products)
     for low, high in spans(num_tokens, step):
-        grad_TV = _gradient_tile(scratch[: high - low], operands, tokens, low, high, rule, products)
+        grad_TV = _gradient_tile(scratch[: high - low], operands, tokens.rows(low, high), low, form)
         gradients.take(grad_TV, operands, low, high)
     return gradients.flat(), gradients.bias_V
 
@@ -123,7 +124,8 @@ def gradients_by_columns(
     ]
     bias_V = operands.hidden[0].new_empty(num_columns, dtype=products.wide) if needs.bias else None
     columns = _num_columns(operands, rule, products)
-    step = num_tile_tokens(columns, 2 * _num_buffers(tokens, rule), rule, products.wide)
+    form = _Form.of(operands, tokens, rule, needs, products)
+    step = num_tile_tokens(columns, 2 * form.num_buffers, rule, products.wide)
     scratch = _scratch(min(step, num_tokens), columns, operands, products)
     only_weights = needs._replace(hidden=(False,) * len(needs.hidden))
     for first, last in spans(num_columns, columns):
@@ -131,7 +133,7 @@ def gradients_by_columns(
         sums = HeadGradients(part, only_weights, products)
         for low, high in spans(num_tokens, step):
             tile_TK = scratch[: high - low, : last - first]
-            grad_TK = _gradient_tile(tile_TK, part, tokens, low, high, rule, products, first)
+            grad_TK = _gradient_tile(tile_TK, part, tokens.rows(low, high), low, form, first)
             sums.take(grad_TK, part, low, high)
             totals.take(grad_TK, part, low, high)
         for grad_VD, sum_KD in zip(weight_grads, sums.weight, strict=True):
@@ -168,27 +170,41 @@ class _WideHiddenTotals:
         return [None if total is None else total.to(x.dtype) for total, x in pairs]
 
 
+class _Form(NamedTuple):
+    """The way in which a tile of head outputs becomes its gradient."""
+
+    rule: LogitRule
+    products: Products
+    fuses: bool
+    """By Triton's kernels."""
+    narrow: torch.dtype | None
+    """Dtype that these round to."""
+    num_buffers: int
+    """Tiles alive at once: the logits, the softcap's slope, p beside the entropy's gradient."""
+
+    @classmethod
+    def of(
+        cls, operands: Operands, tokens: ScoredTokens, rule: LogitRule, needs: Needs, products: Products
+    ) -> _Form:
+        """The form on this device. Gradients of a bias are sums of numbers that are not rounded."""
+        fuses = is_fused(rule, products.wide, operands.hidden[0].device)
+        torchs = 1 + (rule.softcap is not None) + (tokens.coefficients.entropy_N is not None)
+        return cls(rule, products, fuses, None if needs.bias else products.half, 1 if fuses else torchs)
+
+
 def _gradient_tile(
-    tile_TK: Tensor,
-    operands: Operands,
-    tokens: ScoredTokens,
-    low: int,
-    high: int,
-    rule: LogitRule,
-    products: Products,
-    first_column: int = 0,
+    tile_TK: Tensor, operands: Operands, part: ScoredTokens, low: int, form: _Form, first_column: int = 0
 ) -> Tensor:
-    """Gradient of the loss with respect to the head outputs of tokens `low` to `high`; fills `tile_TK`."""
-    rows = operands._replace(hidden=tuple(x[low:high] for x in operands.hidden))
-    part = tokens.rows(low, high)
-    head_outputs_(tile_TK, rows, products)
-    if is_fused(tile_TK, rule):
-        return fused_gradient_(
-            tile_TK, part.targets_N, part.log_z_N, part.entropy_N, part.coefficients, rule, first_column
-        )
-    slope_TK = bend_(tile_TK, rule, want_slope=True)
-    grad_TK = gradient_of_logits_(tile_TK, part.log_z_N, part.entropy_N, part.coefficients)
-    return finish_gradient_(grad_TK, part.coefficients, part.targets_N, slope_TK, rule, first_column)
+    """Gradient of the loss with respect to the head outputs of the tokens `part`, the first of which is
+    `low`; fills `tile_TK`."""
+    rows = operands._replace(hidden=tuple(x[low : low + len(tile_TK)] for x in operands.hidden))
+    head_outputs_(tile_TK, rows, form.products)
+    scored = (part.log_z_N, part.entropy_N, part.coefficients)
+    if form.fuses:
+        return fused_gradient_(tile_TK, part.targets_N, *scored, form.rule, first_column, narrow=form.narrow)
+    slope_TK = bend_(tile_TK, form.rule, want_slope=True)
+    grad_TK = gradient_of_logits_(tile_TK, *scored)
+    return finish_gradient_(grad_TK, part.coefficients, part.targets_N, slope_TK, form.rule, first_column)
 
 
 def _columns(operands: Operands, first: int, last: int, products: Products) -> Operands:
@@ -203,11 +219,6 @@ def _num_columns(operands: Operands, rule: LogitRule, products: Products) -> int
     """Columns whose wide weight gradients fill half of the scratch."""
     width = sum(w.shape[1] for w in operands.weight)
     return tile_columns(rule.tile_bytes, width, operands.weight[0].shape[0], products.wide.itemsize)
-
-
-def _num_buffers(tokens: ScoredTokens, rule: LogitRule) -> int:
-    """Tiles alive at once: the logits, the softcap's slope, p beside the entropy's gradient."""
-    return 1 + (rule.softcap is not None) + (tokens.coefficients.entropy_N is not None)
 
 
 def _scratch(num_rows: int, num_columns: int, operands: Operands, products: Products) -> Tensor:

@@ -142,16 +142,17 @@ def _forward_and_gradients(
     products, rule = products_for(operands, options.rule), options.rule
     gradients = HeadGradients(operands, needs, products)
     num_tokens, num_columns = operands.hidden[0].shape[0], operands.weight[0].shape[0]
-    num_buffers = 1 + options.want_entropy + (rule.softcap is not None)
+    fuses = is_fused(rule, products.wide, targets_N.device)
+    num_buffers = 1 if fuses else 1 + options.want_entropy + (rule.softcap is not None)
+    narrow = None if needs.bias else products.half
     step = num_tile_tokens(num_columns, num_buffers, rule, products.wide)
     scratch = torch.empty(min(step, num_tokens), num_columns, dtype=products.wide, device=targets_N.device)
     all_scores = empty_scores(num_tokens, options, products.wide, targets_N.device)
     for low, high in spans(num_tokens, step):
         tile_TV, rows = scratch[: high - low], tuple(x[low:high] for x in operands.hidden)
         head_outputs_(tile_TV, operands._replace(hidden=rows), products)
-        scores, grad_TV = _gradient_of_tile_(
-            tile_TV, targets_N[low:high], weights_N[low:high], options, terms
-        )
+        given = (tile_TV, targets_N[low:high], weights_N[low:high], options, terms)
+        scores, grad_TV = _fused_gradient_of_tile_(*given, narrow) if fuses else _gradient_of_tile_(*given)
         gradients.take(grad_TV, operands, low, high)
         put_scores(all_scores, scores, low, high)
         # The next tile makes its own: with this one it would be a tile more than the scratch is meant to be.
@@ -163,12 +164,23 @@ def _gradient_of_tile_(
     tile_TV: Tensor, targets_T: Tensor, weights_T: Tensor, options: ScoreOptions, terms: NllOptions
 ) -> tuple[TileScores, Tensor]:
     """The scores of a tile of head outputs (overwritten), and the loss's gradient with respect to it."""
-    if is_fused(tile_TV, options.rule):
-        scores = fused_scores(tile_TV, targets_T, options)
-        part = nll_coefficients(scores.log_z_T, weights_T, terms, tile_TV.shape[1])
-        return scores, fused_gradient_(tile_TV, targets_T, scores.log_z_T, None, part, options.rule)
     slope_TV = bend_(tile_TV, options.rule, want_slope=True)
     scores, exp_TV, sums_T = score_(tile_TV, targets_T, options)
     part = nll_coefficients(scores.log_z_T, weights_T, terms, tile_TV.shape[1])
     grad_TV = exp_TV.mul_((part.prob_N / sums_T)[:, None])
     return scores, finish_gradient_(grad_TV, part, targets_T, slope_TV, options.rule)
+
+
+def _fused_gradient_of_tile_(
+    tile_TV: Tensor,
+    targets_T: Tensor,
+    weights_T: Tensor,
+    options: ScoreOptions,
+    terms: NllOptions,
+    narrow: torch.dtype | None,
+) -> tuple[TileScores, Tensor]:
+    """The same by Triton's kernels, without another tile; in the dtype `narrow` where one is given."""
+    scores = fused_scores(tile_TV, targets_T, options)
+    part = nll_coefficients(scores.log_z_T, weights_T, terms, tile_TV.shape[1])
+    given = (targets_T, scores.log_z_T, None, part, options.rule)
+    return scores, fused_gradient_(tile_TV, *given, narrow=narrow)

@@ -39,7 +39,8 @@ def scores_by_tokens(operands: Operands, targets_N: Tensor, options: ScoreOption
     """Per-token scores of the whole call, one [T, V] tile of logits at a time; nothing is differentiated."""
     products, rule = products_for(operands, options.rule), options.rule
     num_tokens, num_columns = operands.hidden[0].shape[0], operands.weight[0].shape[0]
-    step = num_tile_tokens(num_columns, 1 + options.want_entropy, rule, products.wide)
+    fuses = is_fused(rule, products.wide, targets_N.device)
+    step = num_tile_tokens(num_columns, 1 if fuses else 1 + options.want_entropy, rule, products.wide)
     scratch = torch.empty(min(step, num_tokens), num_columns, dtype=products.wide, device=targets_N.device)
     all_scores = empty_scores(num_tokens, options, products.wide, targets_N.device)
     for low, high in spans(num_tokens, step):
@@ -47,7 +48,7 @@ def scores_by_tokens(operands: Operands, targets_N: Tensor, options: ScoreOption
         head_outputs_(
             tile_TV, operands._replace(hidden=tuple(x[low:high] for x in operands.hidden)), products
         )
-        if is_fused(tile_TV, rule):
+        if fuses:
             scores = fused_scores(tile_TV, targets_N[low:high], options)
         else:
             bend_(tile_TV, rule, want_slope=False)

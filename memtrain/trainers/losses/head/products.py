@@ -49,6 +49,8 @@ class Products:
     wide: torch.dtype
     half_kernel: bool
     block_bytes: int
+    half: torch.dtype | None = None
+    """Of every operand, where products of halves are summed wide: gradients are rounded to it for them."""
 
     def add_logits_(self, logits_TV: Tensor, hidden_TD: Tensor, weight_VD: Tensor, *, first: bool) -> None:
         """Write (`first`) or add `hidden @ weight.T` to the wide `logits_TV`."""

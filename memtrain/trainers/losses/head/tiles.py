@@ -99,10 +99,12 @@ def gather_operands(dtypes: Sequence[torch.dtype], bias_V: Tensor | None, flat: 
 def products_for(operands: Operands, rule: LogitRule) -> Products:
     """Products of these operands on their device."""
     wide = wide_dtype(*operands.hidden, *operands.weight)
-    halves = {tensor.dtype for tensor in (*operands.hidden, *operands.weight) if tensor.dtype in HALF}
+    dtypes = {tensor.dtype for tensor in (*operands.hidden, *operands.weight)}
+    halves = dtypes.intersection(HALF)
     device = operands.hidden[0].device
     has_kernel = bool(halves) and all(sums_half_in_fp32(device, dtype) for dtype in halves)
-    return Products(wide, has_kernel, rule.tile_bytes // 4)
+    half = next(iter(halves)) if has_kernel and len(dtypes) == 1 else None
+    return Products(wide, has_kernel, rule.tile_bytes // 4, half)
 
 
 def num_tile_tokens(num_columns: int, num_buffers: int, rule: LogitRule, wide: torch.dtype) -> int:

@@ -80,9 +80,37 @@ def score_rows(
 
 
 @triton.jit
+def gradient_of_block(
+    z,
+    columns,
+    row,
+    targets,
+    log_z,
+    entropy,
+    of_prob,
+    of_target,
+    of_every,
+    of_entropy,
+    HAS_EVERY: tl.constexpr,  # noqa: N803
+    HAS_ENTROPY: tl.constexpr,  # noqa: N803
+):
+    """The loss's gradient with respect to logits `z` of a row, which stand in these columns of the head."""
+    logp = z - tl.load(log_z + row)
+    prob = tl.exp(logp)
+    grad = prob * tl.load(of_prob + row)
+    if HAS_ENTROPY:
+        grad -= tl.load(of_entropy + row) * prob * (logp + tl.load(entropy + row))
+    if HAS_EVERY:
+        grad += tl.load(of_every + row)
+    return grad + tl.where(columns == tl.load(targets + row), tl.load(of_target + row), 0.0)
+
+
+@triton.jit
 def gradient_rows(
     tile,
+    out,
     stride,
+    out_stride,
     targets,
     log_z,
     entropy,
@@ -91,23 +119,57 @@ def gradient_rows(
     of_every,
     of_entropy,
     first_column,
-    num_columns,
     slope,
+    NUM_COLUMNS: tl.constexpr,  # noqa: N803
     HAS_EVERY: tl.constexpr,  # noqa: N803
     HAS_ENTROPY: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """A block of a row of head outputs becomes the loss's gradient with respect to it, in place."""
+    """A block of a row of head outputs becomes the loss's gradient with respect to it: `out` is the tile."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < num_columns
-    place = tile + row * stride + columns
-    logp = tl.load(place, mask=inside, other=0.0) * slope - tl.load(log_z + row)
-    prob = tl.exp(logp)
-    grad = prob * tl.load(of_prob + row)
-    if HAS_ENTROPY:
-        grad -= tl.load(of_entropy + row) * prob * (logp + tl.load(entropy + row))
-    if HAS_EVERY:
-        grad += tl.load(of_every + row)
-    grad += tl.where(columns + first_column == tl.load(targets + row), tl.load(of_target + row), 0.0)
-    tl.store(place, grad * slope, mask=inside)
+    inside = columns < NUM_COLUMNS
+    z = tl.load(tile + row * stride + columns, mask=inside, other=0.0) * slope
+    grad = gradient_of_block(
+        z, columns + first_column, row, targets, log_z, entropy, of_prob, of_target, of_every, of_entropy,
+        HAS_EVERY, HAS_ENTROPY,
+    )  # fmt: skip
+    tl.store(out + row * out_stride + columns, grad * slope, mask=inside)
+
+
+@triton.jit
+def narrow_rows(
+    tile,
+    out,
+    stride,
+    out_stride,
+    targets,
+    log_z,
+    entropy,
+    of_prob,
+    of_target,
+    of_every,
+    of_entropy,
+    first_column,
+    slope,
+    NUM_COLUMNS: tl.constexpr,  # noqa: N803
+    HAS_EVERY: tl.constexpr,  # noqa: N803
+    HAS_ENTROPY: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """A row of head outputs becomes its gradient in 2 bytes a number, in the first half of the row's place.
+
+    A block is written where blocks before it, or itself, were read: all threads have read theirs by then.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    for first in range(0, NUM_COLUMNS, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < NUM_COLUMNS
+        z = tl.load(tile + row * stride + columns, mask=inside, other=0.0) * slope
+        grad = gradient_of_block(
+            z, columns + first_column, row, targets, log_z, entropy, of_prob, of_target, of_every, of_entropy,
+            HAS_EVERY, HAS_ENTROPY,
+        )  # fmt: skip
+        tl.debug_barrier()
+        place = out + row * out_stride + columns
+        tl.store(place, (grad * slope).to(out.dtype.element_ty), mask=inside)

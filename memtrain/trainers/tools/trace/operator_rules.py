@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from memtrain.memory.estimate.flash_scratch import Call, flash_bytes, hopper_bytes
 from memtrain.trainers.losses.head.spans import logit_spans
+from memtrain.trainers.losses.head.tiles import LogitRule, ScoreOptions, TileScores, empty_scores
 from memtrain.trainers.tools.trace.fake_host import HOST
 from memtrain.trainers.tools.trace.row_slices import standing_slices
 
@@ -211,6 +212,12 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
     if device_kind == "cuda":
         undo.append(_replaced(tiles, "sums_half_in_fp32", lambda device, dtype: True))
         undo.append(_replaced(products, "_multiply_", _kernel_without_temporaries))
+        for module in (gradients, linear_nll, linear_recompute):
+            undo.append(_replaced(module, "is_fused", _takes_tritons_kernels))
+        for module in (gradients, linear_nll):
+            undo.append(_replaced(module, "fused_gradient_", _gradient_in_place))
+        for module in (linear_nll, linear_recompute):
+            undo.append(_replaced(module, "fused_scores", _scores_without_temporaries))
         undo.append(_replaced(optim_offload, "HOST", HOST))
         undo.append(_replaced(rms_norm, "normalized", _one_norm_kernel))
         undo.append(_replaced(rms_norm, "norm_gradients", _norm_kernels))
@@ -238,6 +245,20 @@ def _unpacked_without_temporaries(codes: Tensor, absmax: Tensor, count: int, dty
 
 def _kernel_without_temporaries(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:
     out.add_(1.0)
+
+
+def _takes_tritons_kernels(rule: LogitRule, wide: torch.dtype, device: torch.device) -> bool:
+    """As `fused_tiles.is_fused` on CUDA."""
+    return rule.kernel == "triton" and rule.softcap is None and wide == torch.float32
+
+
+def _scores_without_temporaries(tile_TV: Tensor, targets_T: Tensor, options: ScoreOptions) -> TileScores:
+    return empty_scores(len(tile_TV), options, tile_TV.dtype, tile_TV.device)
+
+
+def _gradient_in_place(tile_TK: Tensor, *given: Any, narrow: torch.dtype | None = None) -> Tensor:
+    tile_TK.mul_(1.0)
+    return tile_TK if narrow is None else tile_TK.view(narrow)[:, : tile_TK.shape[1]]
 
 
 def _one_norm_kernel(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

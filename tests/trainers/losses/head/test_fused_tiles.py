@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from memtrain.trainers.losses.head import fused_tiles, gradients, linear_nll, linear_recompute
+from memtrain.trainers.losses.head import (
+    fused_tiles,
+    gradients,
+    linear_nll,
+    linear_recompute,
+    products,
+    tiles,
+)
 from memtrain.trainers.losses.head.linear import LogprobOptions, linear_logprob
 from memtrain.trainers.losses.head.linear import linear_nll as nll
 from memtrain.trainers.losses.head.linear_nll import NllOptions
@@ -34,7 +41,7 @@ def in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(triton_tiles, "BLOCK", 32)
     for module in (linear_nll, linear_recompute, gradients):
-        monkeypatch.setattr(module, "is_fused", lambda tile, rule: rule.kernel == "triton")
+        monkeypatch.setattr(module, "is_fused", lambda rule, wide, device: rule.kernel == "triton")
 
 
 def operands(scale: float = 1.0) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
@@ -94,9 +101,76 @@ def test_the_gradient_of_some_columns_is_those_columns_of_the_whole():
     assert torch.equal(part, whole[:, 40:])
 
 
+@pytest.mark.parametrize("first", [0, 33])
+def test_a_rounded_gradient_lies_where_the_head_outputs_were(first: int):
+    """In the first half of each row, also in columns of a wider scratch; no other number is touched."""
+    generator = torch.Generator().manual_seed(2)
+    scratch = torch.randn(3, COLUMNS + 8, generator=generator)
+    before, tile = scratch.clone(), scratch[:, :COLUMNS]
+    targets, log_z = torch.tensor([0, 41, 69]), tile.logsumexp(-1)
+    factors = fused_tiles.Coefficients(torch.rand(3), -torch.rand(3), torch.rand(3), torch.rand(3))
+    given = (targets, log_z, torch.rand(3), factors, LogitRule(0.5, kernel="triton"), first)
+    whole = fused_tiles.fused_gradient_(tile.clone(), *given)
+    rounded = fused_tiles.fused_gradient_(tile, *given, narrow=torch.float16)
+    assert rounded.data_ptr() == scratch.data_ptr()
+    assert torch.equal(rounded, whole.half())
+    assert torch.equal(scratch[:, COLUMNS // 2 :], before[:, COLUMNS // 2 :])
+
+
+@pytest.mark.parametrize("tile_bytes", [2 * 4 * COLUMNS, 2**20])
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("nll", torch.bfloat16), ("nll", torch.float16), ("log-probs", torch.float16)]
+)
+def test_a_head_of_halves_has_the_numbers_of_a_copied_tile(
+    form: str, dtype: torch.dtype, tile_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Where products of halves are summed wide; in tiles of tokens, or of columns under a small budget."""
+    monkeypatch.setattr(tiles, "sums_half_in_fp32", lambda device, dtype: True)
+    monkeypatch.setattr(products, "_multiply_", multiply_as_cuda_)
+    narrow = gradients_of_halves(form, dtype, tile_bytes)
+    real, seen = fused_tiles.fused_gradient_, set[torch.dtype | None]()
+
+    def whole(*given: Any, narrow: torch.dtype | None = None) -> Tensor:
+        seen.add(narrow)
+        return real(*given[:7], narrow=None)
+
+    for module in (linear_nll, gradients):
+        monkeypatch.setattr(module, "fused_gradient_", whole)
+    copied = gradients_of_halves(form, dtype, tile_bytes)
+    assert seen == {dtype}
+    assert len(narrow) == len(copied) == 2
+    # Triton's interpreter cuts digits off where a GPU rounds to bfloat16.
+    bound = 0.0 if dtype == torch.float16 else 2**-7
+    assert all(
+        (one - other).norm() <= bound * other.norm() for one, other in zip(narrow, copied, strict=True)
+    )
+
+
+def multiply_as_cuda_(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:
+    """Products of halves summed in the dtype of `out`."""
+    found = left.to(out.dtype) @ right.to(out.dtype)
+    out.copy_(out + found if add else found)
+
+
+def gradients_of_halves(form: str, dtype: torch.dtype, tile_bytes: int) -> list[Tensor]:
+    pairs, _, targets = operands()
+    hidden, weight = (one.detach().to(dtype).requires_grad_() for one in pairs[0])
+    half = [(hidden, weight)]
+    rule, weights = LogitRule(tile_bytes=tile_bytes, kernel="triton"), torch.linspace(0.1, 1.0, 9)
+    if form == "nll":
+        nll(half, targets, weights, rule, NllOptions(want_stats=True)).loss.backward()
+    else:
+        found = linear_logprob(half, targets, rule, LogprobOptions(want_entropy=True))
+        assert found.entropy_N is not None
+        (found.logp_N * weights + found.entropy_N.square()).sum().backward()
+    return [one.grad for one in (hidden, weight) if one.grad is not None]
+
+
 def test_a_kernel_that_is_wrong_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch):
     fused_tiles.check_kernels(torch.device("cpu"))
     real = fused_tiles.fused_gradient_
-    monkeypatch.setattr(fused_tiles, "fused_gradient_", lambda *given: real(*given).mul_(1.001))
+    monkeypatch.setattr(
+        fused_tiles, "fused_gradient_", lambda *given, **named: real(*given, **named).mul_(1.001)
+    )
     with pytest.raises(fused_tiles.LaunchError, match="off by"):
         fused_tiles.check_kernels(torch.device("cpu"))
