@@ -1,7 +1,7 @@
 """The memory-efficient back end: segment by segment on torch's kernel for GPUs without flash kernels.
 
 float16 and float32 from compute capability 5.0 on (T4, V100), bfloat16 from 8.0 on; no scores of row length
-squared. Not run on a GPU yet: the start-up check holds every run to what its rows are alone.
+squared.
 """
 
 # T: tokens, L: of one segment, P: L rounded up to 32, H: query heads, K: key heads, G = H / K, D: head width.
@@ -49,7 +49,14 @@ class MemoryEfficient(SegmentLoop):
         is_causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `SegmentLoop`."""
+        """See `SegmentLoop`.
+
+        In half precision the kernel takes tokens of the output to lie h x D numbers apart, whatever their
+        stride: outputs of query heads that are folded onto key heads are laid so.
+        Source: torch 2.11, aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h
+        (`o_strideM`).
+        """
+        out_GKLD = out_GKLD.transpose(1, 2).contiguous().transpose(1, 2)
         # Dropout's state, which a dropout of 0 never reads.
         state = torch.empty(2, dtype=torch.int64, device=query_GKLD.device)
         dq_GKLD, dk_GKLD, dv_GKLD, _ = aten._scaled_dot_product_efficient_attention_backward(
