@@ -12,6 +12,7 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.checkpoints.manifest import device_name
 from memtrain.trainers.loop.worker import work
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch, StepWeight
+from memtrain.trainers.memory_meter.workspaces import workspace_bytes
 from memtrain.trainers.runtime.allocator import expandable_in_force, use_expandable_segments
 from memtrain.trainers.runtime.oom_errors import attempt, free, is_out_of_memory
 from memtrain.trainers.tools.bench import bench
@@ -36,7 +37,7 @@ def test_expandable_segments_are_in_force_when_they_are_asked_for(cuda: torch.de
 def test_the_peak_of_a_phase_is_the_allocators(cuda: torch.device):
     noted: list[tuple[str, int, int, int, int]] = []
     watch = MemoryWatch(cuda, 0, lambda *reported: noted.append(reported))
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated() - workspace_bytes(cuda)
     with watch.phase("steady step", StepWeight(10, lambda: 0, lambda: 7)):
         held = torch.empty(64 * MIB, dtype=torch.uint8, device=cuda)
         del held
@@ -45,6 +46,20 @@ def test_the_peak_of_a_phase_is_the_allocators(cuda: torch.device):
     assert phase == "steady step"
     assert allocated == before + 64 * MIB
     assert reserved >= allocated
+
+
+def test_workspaces_of_products_are_no_tensors(cuda: torch.device):
+    """They stay as large as they were counted, whatever is multiplied, forward and backward."""
+    torch.cuda.synchronize()
+    workspace_bytes.cache_clear()
+    counted = workspace_bytes(cuda)
+    assert counted >= 2 * 8 * MIB
+    before = torch.cuda.memory_allocated()
+    for dtype in (torch.bfloat16, torch.float32):
+        left = torch.randn(512, 2048, device=cuda).to(dtype).requires_grad_()
+        torch.nn.functional.linear(left, left, left[:, 0]).sum().backward()
+        del left
+    assert torch.cuda.memory_allocated() == before
 
 
 def test_memory_that_runs_out_is_reported_and_given_back(cuda: torch.device):

@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
+from memtrain.trainers.memory_meter.workspaces import workspace_bytes
 
 WATCHED_STEPS = 2
 """First steps whose tensors are counted one by one on a CPU; after these, only heavier ones."""
@@ -33,9 +34,9 @@ class StepWeight(NamedTuple):
 class MemoryWatch:
     """Peak bytes by phase.
 
-    On CUDA the caching allocator counts, in every step and for nothing. On a CPU live tensors are counted by
-    a dispatch mode, which costs time: in the first steps, and in each that has more tokens than those before
-    it and those that come soon.
+    On CUDA the caching allocator counts, in every step and for nothing; what is no tensor is taken off. On a
+    CPU a dispatch mode counts live tensors, which takes time: in the first steps, and in each that has
+    more tokens than those before it and those that come soon.
     """
 
     device: torch.device
@@ -93,9 +94,10 @@ class MemoryWatch:
 
     @contextmanager
     def _cuda_phase(self, name: str, step: StepWeight | None) -> Iterator[None]:
+        workspaces = workspace_bytes(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         yield
-        allocated = torch.cuda.max_memory_allocated(self.device)
+        allocated = torch.cuda.max_memory_allocated(self.device) - workspaces
         self._note(name, allocated, torch.cuda.max_memory_reserved(self.device), step)
 
     def _note(self, name: str, allocated: int, reserved: int, step: StepWeight | None) -> None:
