@@ -9,7 +9,13 @@ a bytes of an activation (2 in half precision, 4 in float32).
 
 from __future__ import annotations
 
-from memtrain.memory.estimate.adapters import adapter_kept, adapts, adds_in_one_kernel, kept_by
+from memtrain.memory.estimate.adapters import (
+    adapter_kept,
+    adapts,
+    adds_in_one_kernel,
+    kept_by,
+    sums_in_place,
+)
 from memtrain.memory.estimate.context_parallel import (
     gathered_backward,
     gathered_forward,
@@ -220,8 +226,9 @@ def mlp_backward(load: Workload) -> int:
     if scales_in_float(load, *FACTORS):
         return max(magnitudes_backward(load, layer_kept(load), mlp_kept(load)), of_experts)
     if load.settings.liger:
-        # Where the last map is adapted, gradients of its two products and their sum; its input is gone.
-        factors = 1 + (load.settings.adapter is not None and needs_product(load))
+        # Where PEFT's layer adapts the last map, gradients of two products and their sum; its input is gone.
+        adds = load.settings.adapter is not None and needs_product(load)
+        factors = 1 + (adds and not sums_in_place(load))
     else:
         factors = 2 + (not needs_product(load) and (load.is_fused or not adapts(load, LAST)))
     # Of a last map that DoRA scales both outputs are gone.

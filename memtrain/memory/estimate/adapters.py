@@ -49,7 +49,8 @@ def adapter_traffic(load: Workload, num_forward: float) -> float:
 
     Forward x is read for x @ A, and the frozen output is read and written for the sum; where layers are
     PEFT's and not compiled the product is written, scaled (read and written) and read for the sum besides.
-    Backward the output's gradient is read twice, x once, and x's gradient is read and written.
+    Backward the output's gradient is read twice, x once, and x's gradient is read and written; where its two
+    parts are tensors, one of them is written and read for the sum besides.
     """
     adapter = load.settings.adapter
     if adapter is None:
@@ -57,7 +58,8 @@ def adapter_traffic(load: Workload, num_forward: float) -> float:
     parts = load.shape.adapted(adapter)
     inputs, outputs = sum(part.num_inputs for part in parts), sum(part.num_outputs for part in parts)
     of_sum = 2 if adds_in_one_kernel(load) or load.settings.compiled else 6
-    return load.a * load.N * (num_forward * (inputs + of_sum * outputs) + 2 * outputs + 3 * inputs)
+    of_inputs = 3 if sums_in_place(load) else 5
+    return load.a * load.N * (num_forward * (inputs + of_sum * outputs) + 2 * outputs + of_inputs * inputs)
 
 
 @once
@@ -83,6 +85,15 @@ def adds_in_one_kernel(load: Workload) -> bool:
         return False
     # Other tools' adapters are PEFT's.
     return load.batch.foreign is None and not shards_weights(load.settings)
+
+
+@once
+def sums_in_place(load: Workload) -> bool:
+    """Whether the two parts of an input's gradient, of map and adapter, are summed as they are made
+    (trainers/model/loading/lora_product.py): of plain maps, whose calls nothing else sees."""
+    settings = load.settings
+    is_seen = settings.compiled or settings.weights_offload or settings.slice_tokens
+    return adds_in_one_kernel(load) and settings.quantize == "none" and not is_seen
 
 
 @once

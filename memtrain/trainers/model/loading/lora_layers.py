@@ -2,7 +2,8 @@
 
 PEFT's own layer rounds A and B wherever they are used, scales the product, and adds it: in half precision
 six kernels beside the frozen product (seven where that is bitsandbytes' in 4 bits, which is copied first),
-and two here. In float32 nothing is rounded, and layers are PEFT's.
+and two here; the gradient of the input is one sum, where PEFT's are two tensors and a third. In float32
+nothing is rounded, and layers are PEFT's.
 Passes with and without gradients give the same numbers.
 """
 
@@ -21,6 +22,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from memtrain.trainers.model.loading.lora_product import LoraProduct, is_bare
 from memtrain.trainers.model.streamed.wide_products import WideLinear, is_wide, linear
 
 HALF = (torch.bfloat16, torch.float16)
@@ -82,8 +84,8 @@ def in_few_kernels(model: PeftModel) -> None:
     """Let the plain LoRA layers of `model` compute in few kernels from now on.
 
     Exact but for one thing: the two products are summed before they are rounded, where PEFT rounds the second
-    alone first. Layers with dropout, DoRA, several adapters, shards or a scale that is no power of two stay
-    PEFT's, and so does everything in float32.
+    alone first; so are the two of the input's gradient. Layers with dropout, DoRA, several adapters, shards
+    or a scale that is no power of two stay PEFT's, and so does everything in float32.
     """
     layers = [module for module in model.modules() if is_few_kernels_kind(module)]
     for layer in layers:
@@ -179,7 +181,11 @@ def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = WideLinear.apply(linear(x, a), b, None, self.base_layer(x), self.scaling[name])
         return out
     a_rI, b_Or = _rounded_pair(self, name, x.dtype)
-    result = self.base_layer(x)
+    base = self.base_layer
+    if is_bare(base) and not torch.compiler.is_compiling():
+        summed_NO: Tensor = LoraProduct.apply(x.flatten(0, -2), base.weight, base.bias, a_rI, b_Or)
+        return summed_NO.view(*x.shape[:-1], -1)
+    result = base(x)
     low_Nr = F.linear(x, a_rI).flatten(0, -2)
     return torch.addmm(result.flatten(0, -2), low_Nr, b_Or.t()).view(result.shape)
 

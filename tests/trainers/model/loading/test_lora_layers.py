@@ -11,6 +11,7 @@ from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 from memtrain.trainers.model.loading.adapters import add_adapter
 from memtrain.trainers.model.loading.lora_layers import KINDS, is_few_kernels_kind, round_together
+from memtrain.trainers.model.loading.lora_product import LoraProduct, is_bare
 from memtrain.trainers.model.offload.checkpointing import checkpoint_layers
 from memtrain.trainers.tools.trace import bitsandbytes as bitsandbytes_played
 from memtrain.trainers.tools.trace.bitsandbytes import as_beside_4bit, pack_linear_maps
@@ -245,3 +246,47 @@ def test_what_a_trace_plays_beside_4bit_makes_as_many_bytes(tiny_llama, monkeypa
             layer(hidden)
         made.append(counted.peak_bytes)
     assert made[0] == made[1]
+
+
+def by_hand(x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return x @ weight.t() + bias + x @ a.t() @ b.t()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_map_and_its_adapter_are_one_product_with_the_gradients_of_two(dtype):
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"x": (37, 12), "weight": (20, 12), "bias": (20,), "a": (4, 12), "b": (20, 4)}
+    wide = {name: torch.randn(size, generator=generator).to(dtype).double() for name, size in sizes.items()}
+    grad = torch.randn(37, 20, generator=generator).to(dtype)
+    made: list[tuple[Tensor, ...]] = []
+    for form, given in ((LoraProduct.apply, {n: one.to(dtype) for n, one in wide.items()}), (by_hand, wide)):
+        leaves = {name: one.clone().requires_grad_(name in "xab") for name, one in given.items()}
+        out = form(*leaves.values())
+        asked = [leaves[name] for name in "xab"]
+        made.append((out, *torch.autograd.grad(out, asked, grad.to(out.dtype))))
+    for found, expected in zip(*made, strict=True):
+        off = (found.double() - expected).norm() / expected.norm()
+        assert off < (1e-14 if dtype == torch.float64 else 2**-7)
+
+
+def test_one_product_makes_no_tensor_beside_the_gradient_of_its_input():
+    """A second one of the input's size would be as much again: tokens are many, the rank is small."""
+    x = torch.randn(4096, 64).bfloat16().requires_grad_()
+    weight, a, b = (torch.randn(size).bfloat16() for size in ((8, 64), (1, 64), (8, 1)))
+    out = LoraProduct.apply(x, weight, None, a.requires_grad_(), b.requires_grad_())
+    grad = torch.ones_like(out)
+    with TensorPeak() as counted:
+        out.backward(grad)
+    assert counted.peak_bytes < 1.1 * x.nbytes
+
+
+def test_a_map_that_a_hook_watches_is_called(tiny_llama):
+    """An adapted one too: what hangs on the frozen map sees its calls, and the numbers are the same."""
+    model, seen = adapted(tiny_llama), []
+    expected = model(IDS).logits
+    watched = next(m for m in model.modules() if is_few_kernels_kind(m)).base_layer
+    assert is_bare(watched)
+    watched.register_forward_hook(lambda module, given, out: seen.append(out.shape))
+    assert not is_bare(watched)
+    assert torch.equal(model(IDS).logits, expected)
+    assert len(seen) == 1
