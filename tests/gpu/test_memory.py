@@ -13,7 +13,7 @@ from memtrain.trainers.checkpoints.manifest import device_name
 from memtrain.trainers.loop.worker import work
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch, StepWeight
 from memtrain.trainers.memory_meter.workspaces import workspace_bytes
-from memtrain.trainers.runtime.allocator import expandable_in_force, use_expandable_segments
+from memtrain.trainers.runtime.allocator import expandable_in_force, fixed_segments, use_expandable_segments
 from memtrain.trainers.runtime.oom_errors import attempt, free, is_out_of_memory
 from memtrain.trainers.tools.bench import bench
 from memtrain.trainers.tools.calibrate import measure as calibrate
@@ -30,8 +30,11 @@ WIDE = (
 
 
 def test_expandable_segments_are_in_force_when_they_are_asked_for(cuda: torch.device):
+    with fixed_segments():
+        beside = [torch.empty(64 * MIB, dtype=torch.uint8, device=cuda) for _ in range(2)]
+    beside.pop()
     use_expandable_segments(True)
-    assert expandable_in_force()
+    assert expandable_in_force(), "Though fixed ones are cached."
 
 
 def test_the_peak_of_a_phase_is_the_allocators(cuda: torch.device):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables that torch reads the allocator's settings from when it is loaded; the second is the older."""
@@ -58,17 +60,28 @@ def fixed_segments() -> Iterator[None]:
 
 
 def expandable_in_force() -> bool:
-    """Whether a large block that is allocated now lies in an expandable segment. Needs a CUDA device.
+    """Whether memory that is taken from the driver now is an expandable segment. Needs a CUDA device.
 
+    Cached memory is given back first; blocks that still lie in a segment of before, beside what is alive in
+    it, tell of its settings and not of today's, and are held until one does not.
     Source: torch's own record of its segments (`torch.cuda.memory_snapshot`), after a real allocation.
     """
-    block = torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cuda")
-    place = block.data_ptr()
-    for segment in torch.cuda.memory_snapshot():
-        start: int = segment["address"]
-        if start <= place < start + segment["total_size"]:
-            return bool(segment["is_expandable"])
-    return False
+    torch.cuda.empty_cache()
+    known = torch.cuda.memory_snapshot()
+    held: list[Tensor] = []
+    while True:
+        held.append(torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cuda"))
+        place = held[-1].data_ptr()
+        if _segment_of(place, known) is None:
+            found = _segment_of(place, torch.cuda.memory_snapshot())
+            return found is not None and bool(found["is_expandable"])
+
+
+def _segment_of(place: int, segments: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """The segment in which an address lies."""
+    return next(
+        (one for one in segments if one["address"] <= place < one["address"] + one["total_size"]), None
+    )
 
 
 def allocator_words(is_asked: bool) -> str:

@@ -62,12 +62,48 @@ def test_the_report_tells_which_segments_were_seen(
     is_there: bool, is_asked: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Seen: of the segment in which a block that is allocated now lies."""
-    block = SimpleNamespace(data_ptr=lambda: 4096)
-    monkeypatch.setattr(torch, "empty", lambda *size, **more: block)
-    others = {"address": 0, "total_size": 4096, "is_expandable": not is_there}
-    own = {"address": 4096, "total_size": 4096, "is_expandable": is_there}
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [others, own])
+    cuda = Cuda(is_there)
+    cuda.take_over(monkeypatch)
     assert words in allocator.allocator_words(is_asked)
+
+
+def test_cached_segments_of_before_tell_nothing_of_todays_settings(monkeypatch: pytest.MonkeyPatch):
+    """A stage before had fixed ones: one is only cached, one has room beside a tensor that is alive."""
+    cuda = Cuda(is_expandable=True)
+    cuda.add(size=4 * allocator.PROBE_BYTES, is_expandable=False)
+    cuda.add(size=4 * allocator.PROBE_BYTES, is_expandable=False, used=allocator.PROBE_BYTES)
+    cuda.take_over(monkeypatch)
+    assert allocator.expandable_in_force()
+    assert len(cuda.segments) == 2, "What was cached is given back, and one is new."
+
+
+class Cuda:
+    """An allocator that serves a block from the rest of a segment, else from a new one."""
+
+    def __init__(self, is_expandable: bool) -> None:
+        self.is_expandable = is_expandable
+        self.segments: list[dict[str, Any]] = []
+
+    def add(self, size: int, is_expandable: bool, used: int = 0) -> dict[str, Any]:
+        start = max((one["address"] + one["total_size"] for one in self.segments), default=2**40)
+        made = {"address": start, "total_size": size, "is_expandable": is_expandable, "allocated_size": used}
+        self.segments.append(made)
+        return made
+
+    def empty(self, size: int, **_: object) -> SimpleNamespace:
+        rest = (one for one in self.segments if one["total_size"] - one["allocated_size"] >= size)
+        segment = next(rest, None) or self.add(size, self.is_expandable)
+        place = segment["address"] + segment["allocated_size"]
+        segment["allocated_size"] += size
+        return SimpleNamespace(data_ptr=lambda: place)
+
+    def empty_cache(self) -> None:
+        self.segments = [one for one in self.segments if one["allocated_size"]]
+
+    def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch, "empty", self.empty)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [dict(one) for one in self.segments])
 
 
 def test_doctor_asks_for_expandable_segments_and_tells_what_it_saw(
