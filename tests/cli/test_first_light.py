@@ -15,11 +15,13 @@ from zipfile import ZipFile
 
 import numpy as np
 import pytest
+import torch
 from first_light import results, supervise
 from first_light.bench import Bench, Planned
 from first_light.grid import GRID, METHODS, SIZES, STRATEGIES, sampled
 from first_light.ladder import GPU_TESTS, Stage, stages
 from first_light.page import page
+from first_light.stages.engines import in_one_form
 from first_light.stages.probes import TESTS, run_for
 from first_light.stages.profiling import covered
 from first_light.stages.steps import operations_of
@@ -198,6 +200,38 @@ def test_mfu_counts_the_head_where_it_scores_and_attention_by_rows(
     counted = operations_of(Planned(plan, facts, None)).a_token
     layers, head, attention = 3 * (4 * 8 * 8 + 3 * 8 * 16), 8 * 100 / 2, 3 * 8 * 10 / 4
     assert counted == factor * (layers + head) + 6 * attention
+
+
+@pytest.mark.parametrize(
+    ("moves", "unordered", "modes"),
+    [
+        (lambda to: to.index_add_(0, torch.tensor([0, 0]), torch.ones(2)), None, [False]),
+        (lambda to: to.put_(torch.tensor([0]), torch.ones(1)), "put_", [False, True]),
+    ],
+)
+def test_what_is_held_bit_for_bit_is_strict_until_an_operator_has_no_such_form(
+    moves: Callable[[torch.Tensor], object], unordered: str | None, modes: list[bool]
+):
+    """Where torch only warned, flash attention added by atomics: the plain run was not itself."""
+    only_warned: list[bool] = []
+
+    def runs() -> str:
+        only_warned.append(torch.is_deterministic_algorithms_warn_only_enabled())
+        assert torch.are_deterministic_algorithms_enabled()
+        moves(torch.zeros(4))
+        return "made"
+
+    assert in_one_form(runs) == ("made", unordered)
+    assert only_warned == modes
+    assert not torch.are_deterministic_algorithms_enabled(), "As before."
+
+
+def test_another_error_of_a_run_is_not_taken_for_an_operator():
+    def runs() -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        in_one_form(runs)
 
 
 def test_time_that_several_kernels_share_counts_once():
