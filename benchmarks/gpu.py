@@ -41,7 +41,7 @@ def main() -> int:
     asked = arguments()
     prepare_path()
     from first_light import results
-    from first_light.ladder import stages
+    from first_light.ladder import chosen
     from first_light.page import page
     from first_light.summary import summary
     from first_light.supervise import MARGIN_S, Run, Worker, worker_command
@@ -49,7 +49,7 @@ def main() -> int:
 
     asked.out.mkdir(parents=True, exist_ok=True)
     work = asked.work or Path(tempfile.gettempdir()) / f"memtrain-first-light-{os.getuid()}"
-    wanted = [one for one in stages() if not asked.only or any(word in one.name for word in asked.only)]
+    wanted = chosen(asked.only, is_shared=asked.shared)
     if asked.stand_in:
         # Limits are those of a GPU; a loaded CPU has more time for its tiny models.
         wanted = [replace(one, limit_s=10 * one.limit_s) for one in wanted]
@@ -59,7 +59,8 @@ def main() -> int:
         "date": today(),
         "command": COMMAND,
     }
-    worker = Worker(worker_command(work, stand_in=asked.stand_in), dict(os.environ), asked.out / "log.txt")
+    words = [*(["--stand-in"] if asked.stand_in else []), *(["--shared"] if asked.shared else [])]
+    worker = Worker(worker_command(work, words), dict(os.environ), asked.out / "log.txt")
     tracers = Tracers(asked.out, work, waits=asked.traces == "later")
     tracers.go_on(results.read(asked.out))
     run = Run(asked.out, worker, asked.limit_s, traces=tracers.begin)
@@ -91,6 +92,9 @@ def arguments() -> argparse.Namespace:
         help="beside the stages; by a later call, on a machine without the GPU too; or only those that wait",
     )
     parser.add_argument("--commit", default="", help="of a tree without git, written beside each result")
+    parser.add_argument(
+        "--shared", action="store_true", help="other processes use the card: nothing is timed"
+    )
     parser.add_argument("--stand-in", action="store_true", help="a CPU with tiny models in place of the GPU")
     asked = parser.parse_args()
     asked.out, asked.work = asked.out.absolute(), asked.work and asked.work.absolute()

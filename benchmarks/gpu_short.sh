@@ -3,18 +3,19 @@
 # alone after it. Results lie packed in OUT/ladder.tgz, again every few seconds: a command that is cut off leaves them.
 #   benchmarks/gpu_short.sh OUT SECONDS GROUP... -- STAGE...
 # A GROUP is names of stages joined by commas, or `tests` (tests marked gpu, on 6 workers); groups end after
-# TOGETHER_S, half of the time by default. STAGEs are timed alone. Traces are made later, elsewhere
-# (gpu.py --traces only). GPU_WORDS=--stand-in rehearses it.
+# TOGETHER_S, half of the time by default. What they find is marked as of a shared card, and timed stages among them
+# are left out: name those as STAGEs, which run alone. Traces are made later, elsewhere (gpu.py --traces only).
+# GPU_WORDS=--stand-in rehearses it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd) seconds=$2 made=$(mktemp -d)
 shift 2
 end=$((SECONDS + seconds)) until=$((SECONDS + ${TOGETHER_S:-$((seconds / 2))})) python=${PYTHON:-python3}
 pack() { tar -czf "$out/ladder.tmp" -C "$made" --exclude=work . && mv "$out/ladder.tmp" "$out/ladder.tgz"; }
-ladder() { # NAME STAGE...
+ladder() { # NAME STAGE...; `shared` says whether others run beside it
   local name=$1 words=()
   shift
-  read -ra words <<<"${GPU_WORDS:-}"
+  read -ra words <<<"${GPU_WORDS:-} ${shared:+--shared}"
   "$python" benchmarks/gpu.py --out "$made/$name" --work "$made/work/$name" --limit-s $((until - SECONDS)) \
     --commit "${COMMIT:-}" --traces later --only "$@" "${words[@]}" 2>&1 | sed -u "s/^/[$name] /"
 }
@@ -35,7 +36,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     tests &
   else
     IFS=, read -ra names <<<"$1"
-    ladder "${names[0]//[\/ ]/-}" "${names[@]}" &
+    shared=1 ladder "${names[0]//[\/ ]/-}" "${names[@]}" &
   fi
   shift
 done

@@ -43,8 +43,8 @@ class Planned:
 class Bench:
     """The device and the folder of one worker."""
 
-    def __init__(self, work: Path, *, stand_in: bool) -> None:
-        self.device = Device(stand_in=stand_in)
+    def __init__(self, work: Path, *, stand_in: bool, is_shared: bool = False) -> None:
+        self.device = Device(stand_in=stand_in, is_shared=is_shared)
         self.work = work
         self.stand_in = stand_in
         self.stage = ""

@@ -14,12 +14,28 @@ import torch
 GIB = 2**30
 SAMPLE_S = 0.05
 """Between two looks at what the driver says is taken."""
+NEIGHBOURS_BYTES = GIB
+"""Taken of a card before this process has touched it: above that, by others. An idle card has less."""
+CONTEXT_BYTES = 718_077_952
+"""What a process takes of a card beside the allocator, where others take of it too and the driver's figure is
+of all. Measured alone on an H100 (torch 2.11, CUDA 13.0) after large matrix products: machine/versions,
+2026-11-27, commit 1eaa8187."""
+
+
+def has_neighbours() -> bool:
+    """Whether other processes use the card, by nvidia-smi; asked before this one has a context there."""
+    from memtrain.memory.hardware.devices import detect
+
+    found = detect("cuda")
+    return found.device == "cuda" and found.memory_bytes - found.free_bytes > NEIGHBOURS_BYTES
 
 
 class Device:
     """Counters and switches of the device; of a stand-in they are zero, and say so by `kind`."""
 
-    def __init__(self, *, stand_in: bool) -> None:
+    def __init__(self, *, stand_in: bool, is_shared: bool = False) -> None:
+        self.is_shared = is_shared
+        """Whether other processes compute on it: times say nothing then, nor does the driver of this one."""
         assert stand_in or torch.cuda.is_available(), "The ladder needs a CUDA GPU, or --stand-in."
         self.kind = "cpu" if stand_in else "cuda"
         self.torch = torch.device("cpu") if stand_in else torch.device("cuda", torch.cuda.current_device())
@@ -55,7 +71,13 @@ class Device:
 
     def beside_bytes(self) -> int:
         """What the driver says is taken beside the caching allocator: the context and its kernels."""
+        if self.is_cuda and self.is_shared:
+            return CONTEXT_BYTES
         return self.driver_bytes() - torch.cuda.memory_reserved() if self.is_cuda else 0
+
+    def of_driver(self, **found: int) -> dict[str, int]:
+        """Figures of the driver, for a result: none where they are of other processes too."""
+        return {} if self.is_shared else found
 
     def total_bytes(self) -> int:
         """Memory of the card."""

@@ -27,6 +27,14 @@ class Stage:
         """What the page shows together."""
         return self.name.partition("/")[0]
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether it answers with times: beside other processes on the card they say nothing."""
+        return self.group in TIMED
+
+
+TIMED = ("machine", "speed", "profile", "decoding", "TRL", "kernels")
+"""Groups whose question is one of time; others tell times beside it."""
 
 BACKENDS = ("torch_varlen", "flash", "flash3", "flex", "torch_efficient", "masked")
 GPU_TESTS: dict[str, tuple[str, ...]] = {
@@ -111,6 +119,15 @@ def stages(points: Sequence[Point] = GRID) -> list[Stage]:
         *(Stage(f"grid/{point.name}", "grid_points:measure_point", 150, point.as_json()) for point in points),
         *(_longest(*one) for one in LONGEST),
     ]
+
+
+def chosen(words: Sequence[str] | None, *, is_shared: bool) -> list[Stage]:
+    """Stages whose names contain one of the words, all without any; on a shared card what is not timed."""
+    wanted = [one for one in stages() if not words or any(word in one.name for word in words)]
+    for one in wanted:
+        if is_shared and one.is_timed:
+            print(f"{one.name}: left to a call that has the card alone, for it is timed", flush=True)
+    return [one for one in wanted if not (is_shared and one.is_timed)]
 
 
 def _given(size: str, tokens: int, overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from first_light.published import beside
-from first_light.summary import plans, traced_error
+from first_light.summary import plans, said_of, traced_error
 from memtrain.trainers.pages.charts import Bar, Figure, bar_chart
 from memtrain.trainers.pages.page import render
 
@@ -39,14 +39,17 @@ def head(summed: Mapping[str, Any]) -> str:
 
 
 def section(group: str, found: Mapping[str, Record]) -> list[tuple[str, str, str, bool]]:
-    """(stage, figures, seconds, is it a fault) of a group, with what others have published."""
+    """(stage, figures, seconds, is it a fault) of a group, with what others have published.
+
+    Where other processes used the card its seconds say nothing, and it says so."""
     return [row for name, one in found.items() if name.partition("/")[0] == group for row in _rows(name, one)]
 
 
 def _rows(name: str, one: Record) -> Iterable[tuple[str, str, str, bool]]:
     kind = next((key for key in ("fault", "refused", "skipped") if key in one), "")
-    text = f"{kind}: {one[kind]}" if kind else str(one.get("words", ""))
-    yield name, text, f"{one.get('seconds', '')} s", kind == "fault"
+    text = f"{kind}: {one[kind]}" if kind else said_of(name, one)
+    seconds = "shared card" if one.get("shared") else f"{one.get('seconds', '')} s"
+    yield name, text, seconds, kind == "fault"
     for record in beside(name):
         figures = [
             f"{record.tokens_per_s:,.0f} tokens/s" if record.tokens_per_s else "",
@@ -72,7 +75,7 @@ def speed_plot(found: Mapping[str, Record]) -> Figure:
     """Tokens a second of each speed stage, with what others have published beside it."""
     bars: list[Bar] = []
     for name, one in found.items():
-        if name.startswith("speed/") and one.get("tokens_per_s"):
+        if name.startswith("speed/") and one.get("tokens_per_s") and not one.get("shared"):
             speeds = [(name, one["tokens_per_s"], "c1")]
             speeds += [
                 (f"{r.who}: {r.what}", r.tokens_per_s, "faint") for r in beside(name) if r.tokens_per_s

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from first_light.ladder import Stage
+from first_light.ladder import TIMED, Stage
 from first_light.published import beside
 
 Record = Mapping[str, Any]
@@ -34,13 +34,25 @@ def summary(found: Mapping[str, Record], wanted: Sequence[Stage], where: Mapping
             name for name, one in found.items() if name.startswith("bit for bit") and not one.get("is_equal")
         ],
         "speed": {
-            name: {key: one.get(key) for key in ("tokens_per_s", "mfu", "peak_bytes", "planned_error")}
+            name: {key: one.get(key) for key in (*_times(one), "peak_bytes", "planned_error")}
             | {"published": [asdict(record) for record in beside(name)]}
             for name, one in measured
             if not name.startswith("grid/")
         },
-        "words": {name: one.get("words", "") for name, one in found.items() if one.get("words")},
+        "shared": [name for name, one in found.items() if one.get("shared")],
+        "words": {name: said_of(name, one) for name, one in found.items() if one.get("words")},
     }
+
+
+def said_of(name: str, one: Record) -> str:
+    """The words of a result; none of its own where its question is one of time, and others used the card."""
+    if one.get("shared") and name.partition("/")[0] in TIMED:
+        return "made beside other processes: its times say nothing"
+    return str(one.get("words", ""))
+
+
+def _times(one: Record) -> tuple[str, ...]:
+    return () if one.get("shared") else ("tokens_per_s", "mfu")
 
 
 def plans(found: Mapping[str, Record]) -> Iterator[tuple[str, Record]]:

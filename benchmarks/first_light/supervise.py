@@ -169,6 +169,6 @@ def words_of(answer: Mapping[str, Any]) -> str:
     return str(answer.get("words") or "done")
 
 
-def worker_command(work: Path, *, stand_in: bool) -> list[str]:
+def worker_command(work: Path, words: Sequence[str] = ()) -> list[str]:
     """The process that works the stages."""
-    return [sys.executable, "-m", "first_light.worker", str(work), *(["--stand-in"] if stand_in else [])]
+    return [sys.executable, "-m", "first_light.worker", str(work), *words]

@@ -1,6 +1,6 @@
 """The process with the device: a stage asked as a line of JSON, its result as another.
 
-    python -m first_light.worker WORK [--stand-in]
+    python -m first_light.worker WORK [--stand-in] [--shared]
 
 What stages print goes to standard error, which the supervisor keeps in log.txt.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from first_light.bench import Bench
+from first_light.device import has_neighbours
 
 SPOILT = ("CUDA error", "device-side assert", "cuBLAS", "CUBLAS_STATUS", "CUDNN_STATUS", "illegal memory")
 """Words of faults after which a CUDA context computes nothing more."""
@@ -41,14 +42,16 @@ def answered(bench: Bench, question: dict[str, Any]) -> dict[str, Any]:
         made["is_spoilt"] = any(words in str(error) for words in SPOILT)
         if isinstance(error, KeyboardInterrupt | SystemExit):
             made["is_spoilt"] = True
-    return made
+    return made | ({"shared": True} if bench.device.is_shared else {})
 
 
 def main() -> None:
     """Answer until the pipe is closed."""
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    bench = Bench(Path(sys.argv[1]), stand_in="--stand-in" in sys.argv)
+    stand_in = "--stand-in" in sys.argv
+    is_shared = "--shared" in sys.argv or (not stand_in and has_neighbours())
+    bench = Bench(Path(sys.argv[1]), stand_in=stand_in, is_shared=is_shared)
     for line in sys.stdin:
         made = answered(bench, json.loads(line))
         made["left_bytes"] = bench.device.freed()

@@ -45,8 +45,7 @@ def versions(bench: Bench) -> dict[str, Any]:
     source = source.to(bench.device.torch)
     target = torch.empty_like(source)
     made["copy_bytes_per_s"] = 2 * source.nbytes / bench.device.seconds(lambda: target.copy_(source), 9)
-    made["beside_bytes"] = bench.device.beside_bytes()
-    return made
+    return made | bench.device.of_driver(beside_bytes=bench.device.beside_bytes())
 
 
 def allocator(bench: Bench) -> dict[str, Any]:

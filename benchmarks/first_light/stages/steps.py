@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from first_light.bench import Bench, Planned
+from memtrain.trainers.tools.bench import Benched
 
 DATASHEET = {"h200": 989e12, "h100": 989e12, "a100": 312e12, "b200": 2250e12, "l4": 121e12, "4090": 165e12}
 """Dense bfloat16 operations a second, of the vendors' data sheets."""
@@ -86,36 +87,42 @@ def measured_steps(bench: Bench, planned: Planned, steps: int) -> dict[str, Any]
     with bench.device.watched() as seen:
         made = bench_steps(planned.plan, steps)
     predicted = predicted_of(planned.variant, made.heaviest)
-    step_s = made.seconds / steps
-    speed = made.tokens / made.seconds
-    # Of other methods the rows are not what the model is given: prompts, or pairs of answers.
-    is_of_rows = planned.plan.recipe.method == "sft"
-    rate = operations_of(planned).a_token * speed if is_of_rows else None
-    sheet = datasheet_rate(planned.facts.hardware.name)
     error = predicted / made.peak_bytes - 1
     assert all(math.isfinite(loss) for loss in made.losses), f"A loss is not finite: {made.losses}"
-    mfu = None if sheet is None or rate is None else rate / sheet
-    said = f"{speed:,.0f} tokens/s, peak {bytes_text(made.peak_bytes)}, "
     compared = {"planned_error": error} if bench.device.is_cuda or not travels(planned) else {}
-    said += f"plan {error:+.1%}" if compared else "not compared with the plan: a CPU is its own host"
+    speed = {} if bench.device.is_shared else speed_of(planned, made, steps)
+    said = [f"{speed['tokens_per_s']:,.0f} tokens/s"] if speed else []
+    said.append(f"peak {bytes_text(made.peak_bytes)}")
+    said.append(f"plan {error:+.1%}" if compared else "not compared with the plan: a CPU is its own host")
+    said += [f"MFU {speed['mfu']:.2f}"] if speed.get("mfu") is not None else []
     return {
-        "words": said + ("" if mfu is None else f", MFU {mfu:.2f}"),
+        "words": ", ".join(said),
         "peak_bytes": made.peak_bytes,
         "reserved_bytes": made.reserved_bytes,
-        **seen,
-        "beside_bytes": bench.device.beside_bytes(),
+        **bench.device.of_driver(**seen, beside_bytes=bench.device.beside_bytes()),
         "planned_bytes": predicted,
         **compared,
-        "planned_step_s": planned.variant.predicted_step_s,
-        "step_s": step_s,
-        "tokens_per_s": speed,
+        **speed,
         "tokens": made.tokens,
-        "operations_per_s": rate,
-        "mfu": mfu,
         "losses": list(made.losses),
         "strategies": [one.name for one in used_in(planned.plan.settings)],
         "settings": planned.plan.settings.model_dump(mode="json"),
         "heaviest": list(made.heaviest),
         "method": planned.plan.recipe.method,
         "trace_job": bench.trace_job(planned),
+    }
+
+
+def speed_of(planned: Planned, made: Benched, steps: int) -> dict[str, Any]:
+    """Times of the steps beside the predicted one, and what they are of the card's data sheet."""
+    speed = made.tokens / made.seconds
+    # Of other methods the rows are not what the model is given: prompts, or pairs of answers.
+    rate = operations_of(planned).a_token * speed if planned.plan.recipe.method == "sft" else None
+    sheet = datasheet_rate(planned.facts.hardware.name)
+    return {
+        "planned_step_s": planned.variant.predicted_step_s,
+        "step_s": made.seconds / steps,
+        "tokens_per_s": speed,
+        "operations_per_s": rate,
+        "mfu": None if sheet is None or rate is None else rate / sheet,
     }
