@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from result_files import write_result
@@ -39,7 +40,8 @@ ENVIRONMENT = {
 def main() -> int:
     """Work the ladder down; exit code 0 when nothing is left, 4 when the same command goes on."""
     asked = arguments()
-    prepare_path()
+    measures = not asked.merge and asked.traces != "only"
+    prepare_path(measures=measures)
     from first_light import results
     from first_light.ladder import chosen
     from first_light.page import page
@@ -53,19 +55,16 @@ def main() -> int:
     if asked.stand_in:
         # Limits are those of a GPU; a loaded CPU has more time for its tiny models.
         wanted = [replace(one, limit_s=10 * one.limit_s) for one in wanted]
-    where = {
-        "device": device_words(stand_in=asked.stand_in),
-        "commit": asked.commit or commit(),
-        "date": today(),
-        "command": COMMAND,
-    }
+    if asked.merge:
+        results.merge(asked.merge, asked.out)
+    where = measured_here(asked) if measures else results.where_of(results.read(asked.out))
     words = [*(["--stand-in"] if asked.stand_in else []), *(["--shared"] if asked.shared else [])]
     worker = Worker(worker_command(work, words), dict(os.environ), asked.out / "log.txt")
     tracers = Tracers(asked.out, work, waits=asked.traces == "later")
     tracers.go_on(results.read(asked.out))
     run = Run(asked.out, worker, asked.limit_s, traces=tracers.begin)
     try:
-        left = [] if asked.traces == "only" else run.down(wanted, where)
+        left = run.down(wanted, where) if measures else []
     finally:
         worker.end()
     untraced = tracers.finish(run.left_s + MARGIN_S / 2)
@@ -73,7 +72,8 @@ def main() -> int:
     summed = summary(found, wanted, where)
     write_result(asked.out / "summary.json", summed)
     (asked.out / "page.html").write_text(page(found, summed))
-    print(end_words(len(left), len(wanted), untraced, asked.out), flush=True)
+    missing = len(left) if measures else len(wanted) - summed["done"]
+    print(end_words(missing, len(wanted), untraced, asked.out), flush=True)
     # Traces that are left end with this process; their threads would be waited for.
     os._exit(4 if left else 0)
 
@@ -91,6 +91,13 @@ def arguments() -> argparse.Namespace:
         default="now",
         help="beside the stages; by a later call, on a machine without the GPU too; or only those that wait",
     )
+    parser.add_argument(
+        "--merge",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="oldest first: nothing is measured, results in these become those of --out, and are traced",
+    )
     parser.add_argument("--commit", default="", help="of a tree without git, written beside each result")
     parser.add_argument(
         "--shared", action="store_true", help="other processes use the card: nothing is timed"
@@ -98,20 +105,39 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stand-in", action="store_true", help="a CPU with tiny models in place of the GPU")
     asked = parser.parse_args()
     asked.out, asked.work = asked.out.absolute(), asked.work and asked.work.absolute()
+    asked.merge = [one.absolute() for one in asked.merge or ()]
+    found = [path for one in asked.merge or [asked.out] for path in one.rglob("results.jsonl")]
+    if not found and (asked.merge or asked.traces == "only"):
+        parser.error(f"there are no results in {', '.join(map(str, asked.merge or [asked.out]))}")
+    if any(asked.out.is_relative_to(one) for one in asked.merge):
+        parser.error("--out lies in a folder that is merged: name another")
     return asked
 
 
-def prepare_path() -> None:
-    """Let this process and those that it starts find the tree, its benchmarks, and the packages in .whl/."""
+def prepare_path(*, measures: bool) -> None:
+    """Let this process and those that it starts find the tree, its benchmarks, and the packages in .whl/.
+
+    Those are for the machine with the GPU: to tell what was brought home, installed ones do.
+    """
     from first_light.wheels import site_of
 
-    site = site_of(ROOT)
+    site = site_of(ROOT) if measures or find_spec("pydantic") is None else None
     first = [str(ROOT), str(ROOT / "benchmarks"), *([str(site)] if site is not None else [])]
     rest = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one not in first]
     os.environ["PYTHONPATH"] = os.pathsep.join([*first, *rest])
     sys.path[:0] = [one for one in first if one not in sys.path]
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def measured_here(asked: argparse.Namespace) -> dict[str, str]:
+    """What stands beside each result of this call."""
+    return {
+        "device": device_words(stand_in=asked.stand_in),
+        "commit": asked.commit or commit(),
+        "date": today(),
+        "command": COMMAND,
+    }
 
 
 def device_words(*, stand_in: bool) -> str:

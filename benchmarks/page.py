@@ -489,7 +489,10 @@ def on_a_gpu(result: Result) -> list[str]:
             lines.append(
                 f"Peaks {name}, of {reported['count']} plans: {error}, worst {reported['worst_error']:+.1%}."
             )
-    lines += [f"Plans that were said to fit and did not: {', '.join(plan['false_fits']) or 'none'}.", ""]
+    lines.append(f"Plans that were said to fit and did not: {', '.join(plan['false_fits']) or 'none'}.")
+    if "commits" in result["where"]:
+        lines.append(f"Results of the commits {', '.join(result['where']['commits'])}.")
+    lines.append("")
     kinds = ("words", "skipped", "refused", "faults")
     said = {
         stage: text for kind in kinds for stage, text in result[kind].items() if not stage.startswith("grid/")

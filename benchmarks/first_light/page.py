@@ -31,8 +31,9 @@ def head(summed: Mapping[str, Any]) -> str:
     where, plan = summed["where"], summed["plan"]
     error = "not measured" if plan["median_error"] is None else f"{plan['median_error']:.1%}"
     worst = "" if plan["worst_error"] is None else f", worst {plan['worst_error']:+.1%}"
+    commits = ", ".join(where.get("commits", [str(where.get("commit"))]))
     return (
-        f"{where.get('device')}, {where.get('date')}, commit {where.get('commit')}: {summed['done']} of "
+        f"{where.get('device')}, {where.get('date')}, commit {commits}: {summed['done']} of "
         f"{summed['stages']} stages, {len(summed['faults'])} faults. Planned over measured peak: median "
         f"error {error}{worst}, {len(plan['false_fits'])} false fits."
     )

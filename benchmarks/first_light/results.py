@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +56,32 @@ def by_stage(records: list[Record]) -> dict[str, Record]:
         if one.get("trace_of") in found:
             found[one["trace_of"]]["traced"] = one
     return found
+
+
+def merge(folders: Sequence[Path], out: Path) -> None:
+    """Write the results in some folders, and in those within them, as the one file of `out`.
+
+    Of a stage that was made several times the last folder's result stays; before that one without a fault,
+    and within a folder's own one that had the card alone. What was traced stays beside the plan it is of.
+    """
+    kept: dict[str, tuple[tuple[bool, int, bool], list[Record]]] = {}
+    for number, folder in enumerate(folders):
+        for file in sorted(folder.rglob(FILE)):
+            records = read(file.parent)
+            made = {one["stage"]: one for one in records if "stage" in one}
+            for name, one in made.items():
+                rank = ("fault" not in one, number, not one.get("shared", False))
+                beside = [more for more in records if name in (more.get("job_of"), more.get("trace_of"))]
+                if name not in kept or rank >= kept[name][0]:
+                    kept[name] = rank, [one, *beside]
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(one) + "\n" for _, records in kept.values() for one in records]
+    (out / FILE).write_text("".join(lines), encoding="utf-8")
+
+
+def where_of(records: Sequence[Record]) -> dict[str, Any]:
+    """Where the newest of some results was made, with all commits where they are of several."""
+    found = [one["where"] for one in records if "where" in one]
+    newest = max(found, key=lambda one: one["date"])
+    commits = list(dict.fromkeys(one["commit"] for one in found))
+    return dict(newest) | ({"commits": commits} if len(commits) > 1 else {})

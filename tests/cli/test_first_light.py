@@ -202,6 +202,7 @@ def test_mfu_counts_the_head_where_it_scores_and_attention_by_rows(
     assert counted == factor * (layers + head) + 6 * attention
 
 
+@pytest.mark.filterwarnings("ignore:put_ does not have a deterministic")
 @pytest.mark.parametrize(
     ("moves", "unordered", "modes"),
     [
