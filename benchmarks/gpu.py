@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from result_files import write_result
@@ -117,11 +116,11 @@ def arguments() -> argparse.Namespace:
 def prepare_path(*, measures: bool) -> None:
     """Let this process and those that it starts find the tree, its benchmarks, and the packages in .whl/.
 
-    Those are for the machine with the GPU: to tell what was brought home, installed ones do.
+    Those are for the machine with the GPU: where results were brought to, they may be of another Python.
     """
-    from first_light.wheels import site_of
+    from first_light.wheels import are_for_this_python, site_of
 
-    site = site_of(ROOT) if measures or find_spec("pydantic") is None else None
+    site = site_of(ROOT) if measures or are_for_this_python(ROOT) else None
     first = [str(ROOT), str(ROOT / "benchmarks"), *([str(site)] if site is not None else [])]
     rest = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one not in first]
     os.environ["PYTHONPATH"] = os.pathsep.join([*first, *rest])

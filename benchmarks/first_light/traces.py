@@ -37,8 +37,8 @@ class Tracers:
         self._submit(stage, text)
 
     def go_on(self, records: list[results.Record]) -> None:
-        """Begin what an earlier call gave up."""
-        done = {one["trace_of"] for one in records if "trace_of" in one}
+        """Begin what an earlier call gave up, and what had a fault there: a package may have been missing."""
+        done = {one["trace_of"] for one in records if "trace_of" in one and "fault" not in one}
         jobs = {one["job_of"]: json.dumps(one["job"]) for one in records if "job_of" in one}
         for stage, text in jobs.items():
             if stage not in done:

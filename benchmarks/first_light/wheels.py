@@ -28,3 +28,10 @@ def site_of(root: Path) -> Path | None:
         subprocess.run(words, check=True)
         (site / "done").touch()
     return site
+
+
+def are_for_this_python(root: Path) -> bool:
+    """Whether all packages in `root`/.whl are for the version of Python that runs."""
+    version = f"{sys.version_info.major}{sys.version_info.minor}"
+    fitting = ("py3", "py2.py3", f"py{version}", f"cp{version}")
+    return all(one.stem.split("-")[-3] in fitting for one in (root / FOLDER).glob("*.whl"))

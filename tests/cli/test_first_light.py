@@ -28,7 +28,7 @@ from first_light.stages.steps import operations_of
 from first_light.summary import summary
 from first_light.supervise import Run, Worker
 from first_light.traces import Tracers
-from first_light.wheels import site_of
+from first_light.wheels import are_for_this_python, site_of
 
 from memtrain.trainers.data.store.token_store import TokenStore
 
@@ -335,6 +335,9 @@ def test_wheels_that_lie_in_the_tree_are_unpacked_once(tmp_path: Path, monkeypat
     assert (site / "memtrain_pens.py").read_text() == "COUNT = 12"
     monkeypatch.setattr(subprocess, "run", None)
     assert site_of(tmp_path) == site, "The same wheels are there already."
+    assert are_for_this_python(tmp_path)
+    (tmp_path / ".whl" / "memtrain_nibs-1.0-cp38-cp38-manylinux_2_17_x86_64.whl").touch()
+    assert not are_for_this_python(tmp_path)
 
 
 def test_a_trace_that_a_call_gave_up_is_made_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -347,10 +350,12 @@ def test_a_trace_that_a_call_gave_up_is_made_by_the_next(tmp_path: Path, monkeyp
     monkeypatch.setattr(first.pool, "submit", lambda *given: Future[None]())
     first.begin("steps/a", str(path))
     first.begin("steps/b", str(path))
-    assert first.finish(0.0) == 2
+    first.begin("steps/c", str(path))
+    assert first.finish(0.0) == 3
     path.unlink()
+    results.append(tmp_path, {"trace_of": "steps/c", "fault": "no module named pens"})
     results.append(tmp_path, {"trace_of": "steps/b", "traced_bytes": 7})
     second = Tracers(tmp_path, tmp_path)
     second.go_on(results.read(tmp_path))
     assert second.finish(10.0) == 0
-    assert made == ['steps/a {"rows": 2}']
+    assert sorted(made) == ['steps/a {"rows": 2}', 'steps/c {"rows": 2}'], "A fault is tried again."
