@@ -68,6 +68,12 @@ SMALL_CARD: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("8B LoRA, layers streamed", "8B", (LORA, "memory.streamed_layers=on")),
     ("8B QLoRA", "8B", (LORA, "model.quantize=4bit")),
 )
+OWNERS = (
+    Point("sft", "0.6B", 2_048, "lora", "full_logits"),
+    Point("kto", "0.6B", 2_048, "full", "padded"),
+    Point("reward", "0.6B", 512, "lora", "boundary_offloading"),
+)
+"""Points of the grid whose memory is told by its owners."""
 OWN_OPERATORS = ("model.liger=off", "model.kernels=transformers")
 KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("0.6B LoRA 16k, torch's operators", (LORA, "model.liger=off")),
@@ -101,6 +107,11 @@ def stages(points: Sequence[Point] = GRID) -> list[Stage]:
         *(_speed(*one) for one in SPEEDS),
         Stage("profile/0.6B full 16k", "profiling:kernels", 120, _given("0.6B", 16_384, ())),
         Stage("profile/0.6B LoRA 16k", "profiling:kernels", 120, _given("0.6B", 16_384, (LORA,))),
+        *(
+            Stage(f"owners/{name}", "owners:of_speed", 150, _given(size, tokens, words))
+            for name, size, tokens, words in SPEEDS[:2]
+        ),
+        *(Stage(f"owners/{point.name}", "owners:of_point", 150, point.as_json()) for point in OWNERS),
         *(_speed(*one) for one in LARGE),
         Stage("decoding/0.6B 32 rows", "decoding:per_token", 180, {"size": "0.6B", "rows": 32}),
         Stage("decoding/0.6B 128 rows", "decoding:per_token", 180, {"size": "0.6B", "rows": 128}),

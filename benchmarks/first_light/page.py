@@ -12,6 +12,8 @@ from memtrain.trainers.pages.charts import Bar, Figure, bar_chart
 from memtrain.trainers.pages.page import render
 
 Record = Mapping[str, Any]
+OWNERS = 10
+"""Largest owners of a highest moment that are shown; results.jsonl has more."""
 TEMPLATE = Path(__file__).parent / "page.html.j2"
 
 
@@ -51,6 +53,13 @@ def _rows(name: str, one: Record) -> Iterable[tuple[str, str, str, bool]]:
     text = f"{kind}: {one[kind]}" if kind else said_of(name, one)
     seconds = "shared card" if one.get("shared") else f"{one.get('seconds', '')} s"
     yield name, text, seconds, kind == "fault"
+    for owner in one.get("owners", ())[:OWNERS]:
+        yield (
+            f"  {owner['bytes'] / 2**20:,.0f} MiB",
+            f"{owner['owner']} ({owner['blocks']} blocks)",
+            "",
+            False,
+        )
     for record in beside(name):
         figures = [
             f"{record.tokens_per_s:,.0f} tokens/s" if record.tokens_per_s else "",

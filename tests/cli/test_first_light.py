@@ -75,7 +75,16 @@ def test_stages_have_names_of_their_own_and_what_tells_most_comes_first():
     wanted = stages()
     assert len({one.name for one in wanted}) == len(wanted)
     groups = list(dict.fromkeys(one.group for one in wanted))
-    order = ["machine", "back ends", "doctor", "tests marked gpu", "bit for bit", "speed", "profile"]
+    order = [
+        "machine",
+        "back ends",
+        "doctor",
+        "tests marked gpu",
+        "bit for bit",
+        "speed",
+        "profile",
+        "owners",
+    ]
     order += ["decoding", "24 GiB", "TRL", "shared prompts", "kernels", "grid", "longest row"]
     assert groups == order
 
@@ -312,6 +321,7 @@ LITTLE = (
         "bit for bit/none",
     ),
     *("bit for bit/optimizer_offload", "speed/0.6B full 8k", "profile/0.6B LoRA", "32 rows"),
+    *("owners/0.6B LoRA", "owners/kto"),
     *("24 GiB/0.6B", "TRL/0.6B full", "k = 2", "torch's operators", "longest row/0.6B"),
     f"grid/{GRID[0].name}",
     *(f"grid/{one.name}" for one in GRID[:8] if one.method == "kto"),

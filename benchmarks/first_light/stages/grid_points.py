@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from first_light.bench import Bench
+from first_light.bench import Bench, Planned
 from first_light.ladder import LORA
 from first_light.stages.steps import measured_steps
 
@@ -36,23 +36,27 @@ def measure_point(
     bench: Bench, method: str, size: str, length: int, adapter: str, strategy: str
 ) -> dict[str, Any]:
     """Its plan's steps; refused where no such plan is made, or another point has made the same one."""
-    words = [LORA] if adapter == "lora" else []
-    tokens = bench.tokens(length)
-    path, given = bench.recipe(
-        method,
-        size,
-        tokens=tokens,
-        overrides=[*words, *WORDS[strategy]],
-        batch=BATCH.get(method, 4),
-        count=64,
-    )
-    planned = bench.plan(path, given)
+    planned = planned_point(bench, method, size, length, adapter, strategy)
     alike = bench.work / "plans" / digest(planned.plan, size)
     if alike.is_file() and alike.read_text() != bench.stage:
         return {"refused": f"the same plan as {alike.read_text()}"}
     alike.parent.mkdir(exist_ok=True)
     alike.write_text(bench.stage)
     return measured_steps(bench, planned, 2) | {"point": [method, size, length, adapter, strategy]}
+
+
+def planned_point(bench: Bench, method: str, size: str, length: int, adapter: str, strategy: str) -> Planned:
+    """The plan of a point. Raises: RecipeError and the like where none can be made."""
+    words = [LORA] if adapter == "lora" else []
+    path, given = bench.recipe(
+        method,
+        size,
+        tokens=bench.tokens(length),
+        overrides=[*words, *WORDS[strategy]],
+        batch=BATCH.get(method, 4),
+        count=64,
+    )
+    return bench.plan(path, given)
 
 
 def digest(plan: Any, size: str) -> str:
