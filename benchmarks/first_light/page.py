@@ -60,6 +60,8 @@ def _rows(name: str, one: Record) -> Iterable[tuple[str, str, str, bool]]:
             "",
             False,
         )
+    if not one.get("shared"):
+        yield from _columns(one)
     for record in beside(name):
         figures = [
             f"{record.tokens_per_s:,.0f} tokens/s" if record.tokens_per_s else "",
@@ -67,6 +69,18 @@ def _rows(name: str, one: Record) -> Iterable[tuple[str, str, str, bool]]:
             f"{record.gib:g} GiB" if record.gib else "",
         ]
         yield f"  {record.who}", f"{record.what}: {', '.join(one for one in figures if one)}", "", False
+
+
+def _columns(one: Record) -> Iterable[tuple[str, str, str, bool]]:
+    """Comparisons of a stage, then its sides with what each was set to."""
+    for column, told in one.get("columns", {}).items():
+        yield f"  {column}", told["words"], "", "ratio" not in told
+    for side, told in one.get("sides", {}).items():
+        if "tokens_per_s" in told:
+            low, high = told["spread"]
+            speed = f"{told['tokens_per_s']:,.0f} tokens/s ({low:,.0f}-{high:,.0f})"
+            used = ", ".join(f"{key} {value}" for key, value in told["used"].items())
+            yield f"  {side}", f"{speed}, peak {told['peak_bytes'] / 2**30:.1f} GiB; {used}", "", False
 
 
 def error_plot(found: Mapping[str, Record]) -> Figure:

@@ -33,6 +33,12 @@ def summary(found: Mapping[str, Record], wanted: Sequence[Stage], where: Mapping
         "not_bit_for_bit": [
             name for name, one in found.items() if name.startswith("bit for bit") and not one.get("is_equal")
         ],
+        "losses_apart": [
+            f"{name}: {column}"
+            for name, one in found.items()
+            for column, told in one.get("columns", {}).items()
+            if not told.get("losses_agree", True)
+        ],
         "speed": {
             name: {key: one.get(key) for key in (*_times(one), "peak_bytes", "planned_error")}
             | {"published": [asdict(record) for record in beside(name)]}
