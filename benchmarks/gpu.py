@@ -71,8 +71,13 @@ def main() -> int:
     summed = summary(found, wanted, where)
     write_result(asked.out / "summary.json", summed)
     (asked.out / "page.html").write_text(page(found, summed))
-    missing = len(left) if measures else len(wanted) - summed["done"]
-    print(end_words(missing, len(wanted), untraced, asked.out), flush=True)
+    done = (
+        end_words(len(left), len(wanted))
+        if measures
+        else f"{summed['done']} of {len(wanted)} stages are told"
+    )
+    traces = f"; {untraced} traces are left to the next call" if untraced else ""
+    print(f"{done}{traces}. {asked.out / 'page.html'}", flush=True)
     # Traces that are left end with this process; their threads would be waited for.
     os._exit(4 if left else 0)
 
@@ -168,11 +173,9 @@ def today() -> str:
     return time.strftime("%Y-%m-%d")
 
 
-def end_words(left: int, wanted: int, untraced: int, out: Path) -> str:
-    """The last line."""
-    traces = f"; {untraced} traces are left to the next call" if untraced else ""
-    state = f"{left} of {wanted} stages are left: the same command goes on" if left else "all stages are done"
-    return f"{state}{traces}. {out / 'page.html'}"
+def end_words(left: int, wanted: int) -> str:
+    """The last line of a call that measures."""
+    return f"{left} of {wanted} stages are left: the same command goes on" if left else "all stages are done"
 
 
 if __name__ == "__main__":

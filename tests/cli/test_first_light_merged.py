@@ -83,6 +83,8 @@ def test_a_machine_without_a_gpu_makes_summary_and_page_of_what_was_measured(
     assert summed["where"]["device"] == "NVIDIA H100"
     assert "new plan" in (folder / "page.html").read_text()
     assert "grid/c" in summed["faults"]
+    assert "stages are told" in made.stdout
+    assert "left" not in made.stdout, "Nothing goes on here."
 
 
 def test_a_folder_without_results_is_refused_with_its_name(tmp_path: Path):
