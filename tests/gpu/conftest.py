@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from first_light.stages.engines import in_one_form
 
 from memtrain.cli.plan.make_plan import make_plan
 from memtrain.memory.plan.plan import Plan
@@ -20,6 +21,8 @@ from memtrain.trainers.build.components import Built, build
 from memtrain.trainers.build.engine import make_accelerator
 from memtrain.trainers.tools.verify.fixed_rollout import Rollouts, online_source
 
+# Matrix products in one order; read when a process makes its first.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 STAND_IN = os.environ.get("MEMTRAIN_GPU_STAND_IN") == "1"
 MODEL = (
     "{model_type: qwen3, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 3,"
@@ -93,16 +96,14 @@ def plan_of(tmp_path: Path, device: torch.device) -> Callable[..., Plan]:
 def steps_of() -> Callable[..., Stepped]:
     """Makes the first steps of a plan with kernels whose sums do not depend on the order of threads."""
 
+    def steps(plan: Plan, count: int) -> tuple[list[float], Built]:
+        make_accelerator(plan.settings)
+        built = build(plan)
+        stepper = Stepper(plan, built, online_source(plan, built, Rollouts()))
+        return [stepper.step(number).loss for number in range(count)], built
+
     def make(plan: Plan, count: int = 3) -> Stepped:
-        was = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            make_accelerator(plan.settings)
-            built = build(plan)
-            stepper = Stepper(plan, built, online_source(plan, built, Rollouts()))
-            losses = [stepper.step(number).loss for number in range(count)]
-        finally:
-            torch.use_deterministic_algorithms(was)
+        (losses, built), _ = in_one_form(lambda: steps(plan, count))
         weights = {name: one.detach().cpu().clone() for name, one in built.trained.items()}
         return Stepped(losses, weights, built)
 
