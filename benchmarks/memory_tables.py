@@ -7,7 +7,8 @@ from the results that are there. What no CPU can hold (kernels of bitsandbytes, 
 see trainers/tools/trace/bitsandbytes.py and ranks.py.
 
 Every recipe of tests/trainers/trace_cases.py: its steps on the CPU under torch's profiler, a trace of the
-same steps on tensors without data, and the arithmetic. Rows of a GPU are written by `make bench-gpu`.
+same steps on tensors without data, and the arithmetic. The row of a GPU is that of
+`make bench-gpu`, where its summary is among the results.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from memtrain.trainers.tools.trace.trace import trace
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "trainers"))
 RESULTS = ROOT / "benchmarks" / "results" / "memory_tables.json"
+GPU_RESULTS = RESULTS.with_name("gpu.json")
 PART = RESULTS.with_suffix(".part.json")
 """The rows of a run that is under way."""
 GROUPS = ("strategies", "methods", "ranks", "architectures", "ZeRO", "Liger")
@@ -131,7 +133,7 @@ def tables(made: dict[str, Any]) -> str:
             f"| {statistics.mean(reported):.1%}, {max(reported):.1%} |"
         )
     lines += [
-        "| `max_memory_allocated` and reserved on a GPU | | not measured | not measured |",
+        gpu_row(),
         "",
         "| recipe | model | real MiB | trace | arithmetic |",
         "|---|---|---|---|---|",
@@ -142,6 +144,21 @@ def tables(made: dict[str, Any]) -> str:
         for one in rows
     ]
     return "\n".join(lines)
+
+
+def gpu_row() -> str:
+    """The plans that the ladder of `make bench-gpu` measured, from its committed summary."""
+    if not GPU_RESULTS.is_file():
+        return "| `max_memory_allocated` on a GPU | | not measured | not measured |"
+    found = json.loads(GPU_RESULTS.read_text())
+    trace, plan = (
+        f"{one['median_error']:.1%} (median), {abs(one['worst_error']):.1%}"
+        if one["count"]
+        else "not measured"
+        for one in (found["trace"], found["plan"])
+    )
+    name = f"`max_memory_allocated`, {found['where']['device']}"
+    return f"| {name} | {found['plan']['count']} | {trace} | the plan to what was measured: {plan} |"
 
 
 def error_of(one: dict[str, Any]) -> float:

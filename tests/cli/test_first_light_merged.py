@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import memory_tables
 import pytest
 from first_light import results
+from first_light.summary import summary
 
 ROOT = Path(__file__).parents[2]
 H100 = {"device": "NVIDIA H100", "command": "make bench-gpu"}
@@ -85,6 +87,22 @@ def test_a_machine_without_a_gpu_makes_summary_and_page_of_what_was_measured(
     assert "grid/c" in summed["faults"]
     assert "stages are told" in made.stdout
     assert "left" not in made.stdout, "Nothing goes on here."
+
+
+def test_the_tables_of_memory_have_the_row_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where the ladder's summary is among the results; two plans, one of them traced."""
+    monkeypatch.setattr(memory_tables, "GPU_RESULTS", tmp_path / "gpu.json")
+    assert "not measured" in memory_tables.gpu_row()
+    measured = {"peak_bytes": 100, "words": ""}
+    found = {
+        "grid/a": measured | {"planned_error": 0.02, "traced": {"traced_bytes": 99}},
+        "grid/b": measured | {"planned_error": -0.04},
+    }
+    (tmp_path / "gpu.json").write_text(json.dumps(summary(found, [], H100)))
+    assert memory_tables.gpu_row() == (
+        "| `max_memory_allocated`, NVIDIA H100 | 2 | 1.0% (median), 1.0% "
+        "| the plan to what was measured: 3.0% (median), 4.0% |"
+    )
 
 
 def test_a_folder_without_results_is_refused_with_its_name(tmp_path: Path):
