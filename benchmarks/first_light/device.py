@@ -22,12 +22,22 @@ of all. Measured alone on an H100 (torch 2.11, CUDA 13.0) after large matrix pro
 2026-11-27, commit 1eaa8187."""
 
 
-def has_neighbours() -> bool:
-    """Whether other processes use the card, by nvidia-smi; asked before this one has a context there."""
+PATIENCE_S = 10.0
+"""So long processes that were ended just now may still hold memory of the card."""
+
+
+def has_neighbours(patience_s: float = PATIENCE_S) -> bool:
+    """Whether other processes use the card and stay, by nvidia-smi; asked before this one has a context."""
     from memtrain.memory.hardware.devices import detect
 
-    found = detect("cuda")
-    return found.device == "cuda" and found.memory_bytes - found.free_bytes > NEIGHBOURS_BYTES
+    until = time.monotonic() + patience_s
+    while True:
+        found = detect("cuda")
+        if found.device != "cuda" or found.memory_bytes - found.free_bytes <= NEIGHBOURS_BYTES:
+            return False
+        if time.monotonic() >= until:
+            return True
+        time.sleep(min(1.0, patience_s))
 
 
 class Device:

@@ -68,6 +68,15 @@ def test_a_side_that_ended_leaves_the_other_columns(found: dict[str, Rounds]):
     assert "100 tokens/s (83-100), peak 1.0 GiB; attention sdpa" in text
 
 
+def test_large_models_have_a_pair_for_each_of_two_columns(found: dict[str, Rounds]):
+    """Two are all that a card holds: TRL is built anew for the second."""
+    pairs = {f"{one.name}: {name}": found[name] for one in COLUMNS[:2] for name in (one.ours, one.theirs)}
+    made = reported(pairs, COLUMNS[:2])
+    assert list(made["columns"]) == ["each at its defaults", "the same work"]
+    assert made["columns"]["the same work"]["sides"] == [f"the same work: {SAME}", "the same work: TRL"]
+    assert made["columns"]["each at its defaults"]["ratio"] == 2.0
+
+
 class Process:
     """Makes rounds of a second, but for one that ends after two."""
 

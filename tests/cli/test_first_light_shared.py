@@ -57,13 +57,23 @@ def test_alone_the_context_is_what_the_driver_says(card: list[float], monkeypatc
     assert card[0] == pytest.approx(23 / 80)
 
 
-@pytest.mark.parametrize(("free", "is_shared"), [(79.5, False), (50, True)])
+@pytest.mark.parametrize(
+    ("free_gib", "is_shared"),
+    [([79.5], False), ([50], True), ([50, 79.5], False)],
+    ids=["alone", "beside", "ended"],
+)
 def test_neighbours_are_seen_before_this_process_takes_anything(
-    free: float, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+    free_gib: list[float], is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    seen = SimpleNamespace(device="cuda", memory_bytes=80 * GIB, free_bytes=int(free * GIB))
-    monkeypatch.setattr(hardware, "detect", lambda kind: seen)
-    assert has_neighbours() == is_shared
+    """A process that was ended just now is none: its memory goes a moment later."""
+    left = list(free_gib)
+
+    def detect(kind: str) -> SimpleNamespace:
+        free = left.pop(0) if len(left) > 1 else left[0]
+        return SimpleNamespace(device="cuda", memory_bytes=80 * GIB, free_bytes=int(free * GIB))
+
+    monkeypatch.setattr(hardware, "detect", detect)
+    assert has_neighbours(patience_s=0.05) == is_shared
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -86,7 +86,8 @@ def against_trl(bench: Bench, size: str, overrides: list[str]) -> dict[str, Any]
     job = job_of(bench, size, overrides)
     file.write_text(json.dumps(job))
     is_pure = not job["lora"] and bench.device.is_cuda
-    # Two of the large ones are all that a card holds at a time, and the plan leaves half of it to the other.
+    # Two of the large ones are all that a card holds at a time, and the plan leaves half of it to the other;
+    # without checkpointing TRL has no place beside it.
     is_large = size == "8B" and bench.device.is_cuda
     limit = [f"memory.budget={bench.device.total_bytes() // 2}"] if is_large else []
     sides = (
@@ -98,10 +99,10 @@ def against_trl(bench: Bench, size: str, overrides: list[str]) -> dict[str, Any]
     if not is_large:
         return reported(in_turns(sides, file, bench.work))
     found: dict[str, Rounds] = {}
-    for column in COLUMNS:
+    for column in COLUMNS[:2]:
         pair = [one for one in sides if one.name in (column.ours, column.theirs)]
         found |= {f"{column.name}: {name}": one for name, one in in_turns(pair, file, bench.work).items()}
-    return reported(found)
+    return reported(found, COLUMNS[:2])
 
 
 def job_of(bench: Bench, size: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -200,13 +201,13 @@ class _Process:
         self.process.wait()
 
 
-def reported(found: Mapping[str, Rounds]) -> dict[str, Any]:
+def reported(found: Mapping[str, Rounds], columns: Sequence[Column] = COLUMNS) -> dict[str, Any]:
     """Medians and spreads of each side after its first rounds, and the columns."""
     sides = {name: _side(one) for name, one in found.items()}
-    columns = {one.name: column_of(one, found) for one in COLUMNS}
+    told = {one.name: column_of(one, found) for one in columns}
     return {
-        "words": "; ".join(f"{name}: {one['words']}" for name, one in columns.items()),
-        "columns": columns,
+        "words": "; ".join(f"{name}: {one['words']}" for name, one in told.items()),
+        "columns": told,
         "sides": sides,
     }
 
