@@ -71,7 +71,7 @@ def merge(folders: Sequence[Path], out: Path) -> None:
             made = {one["stage"]: one for one in records if "stage" in one}
             for name, one in made.items():
                 rank = ("fault" not in one, number, not one.get("shared", False))
-                beside = [more for more in records if name in (more.get("job_of"), more.get("trace_of"))]
+                beside = [more for more in records if more.get("job_of", more.get("trace_of")) == name]
                 if name not in kept or rank >= kept[name][0]:
                     kept[name] = rank, [one, *beside]
     out.mkdir(parents=True, exist_ok=True)
