@@ -34,11 +34,13 @@ def owners(bench: Bench, planned: Planned) -> dict[str, Any]:
     """Two steps and the heaviest micro-batch, as every measured peak has them, with the allocator's history.
 
     What is allocated before the steps, weights too, has its frames: the history begins before they are
-    loaded. A stand-in has no such history, and tells what the plan expects.
+    loaded. Workspaces of matrix products are blocks of it, and not of the measured peak. A stand-in has no
+    such history, and tells what the plan expects.
     """
     from memtrain.cli.measure.variants import TIMED, predicted_of
     from memtrain.memory.estimate.pricing import price
     from memtrain.memory.strategies.registry import used_in
+    from memtrain.trainers.memory_meter.workspaces import workspace_bytes
     from memtrain.trainers.tools.bench import bench as bench_steps
 
     bench.device.freed()
@@ -58,6 +60,7 @@ def owners(bench: Bench, planned: Planned) -> dict[str, Any]:
     return {
         "words": f"{said}peak {bytes_text(made.peak_bytes)}, planned {bytes_text(predicted)}",
         "measured_bytes": made.peak_bytes,
+        "workspace_bytes": workspace_bytes(bench.device.torch),
         "rebuilt_bytes": rebuilt,
         "planned_bytes": predicted,
         "events": len(seen.get("events", [])),
