@@ -9,13 +9,7 @@ a bytes of an activation (2 in half precision, 4 in float32).
 
 from __future__ import annotations
 
-from memtrain.memory.estimate.adapters import (
-    adapter_kept,
-    adapts,
-    adds_in_one_kernel,
-    kept_by,
-    sums_in_place,
-)
+from memtrain.memory.estimate.adapters import adapter_kept, adapts, adds_in_one_kernel, kept_by, sums_in_place
 from memtrain.memory.estimate.context_parallel import (
     gathered_backward,
     gathered_forward,

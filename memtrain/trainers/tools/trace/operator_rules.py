@@ -248,7 +248,6 @@ def _kernel_without_temporaries(out: Tensor, left: Tensor, right: Tensor, *, add
 
 
 def _takes_tritons_kernels(rule: LogitRule, wide: torch.dtype, device: torch.device) -> bool:
-    """As `fused_tiles.is_fused` on CUDA."""
     return rule.kernel == "triton" and rule.softcap is None and wide == torch.float32
 
 
