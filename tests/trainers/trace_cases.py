@@ -591,7 +591,7 @@ def on_a_cpu(job):
     run.with_operator_rules = lambda kind, **skips: oracle.with_operator_rules("cpu", **skips)
     kernels.as_fake_cuda = lambda *names: nullcontext()
     try:
-        with kernels.as_fake_liger(job.settings, job.config):
+        with kernels.as_fake_liger(job.settings):
             yield
     finally:
         run.with_operator_rules, kernels.as_fake_cuda = before

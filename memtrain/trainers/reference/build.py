@@ -20,6 +20,7 @@ from memtrain.trainers.data.store.cache import cache_dir
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.model.heads.build import scorer_of
 from memtrain.trainers.model.kernels.apply import apply_kernels
+from memtrain.trainers.model.loading.liger import apply_liger
 from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.sharded_load import made_in_parts
 from memtrain.trainers.model.offload.copy_engines import CopyEngine
@@ -117,6 +118,7 @@ def _copy(plan: Plan, scorer: nn.Module) -> nn.Module:
 
     def made() -> nn.Module:
         model = load_model(recipe.model, settings, seed=recipe.train.seed, vocab_size=count)
+        apply_liger(model, settings)
         apply_kernels(model, settings)
         return frozen_scorer(model, settings)
 

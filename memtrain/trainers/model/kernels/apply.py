@@ -11,7 +11,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import transformers
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.kernels.gated_product import mlp_forward
+from memtrain.trainers.model.kernels.own_names import with_names
 from memtrain.trainers.model.kernels.rms_norm import norm_forward
 from memtrain.trainers.model.kernels.rotary import rotate
 
@@ -72,7 +73,7 @@ def apply_kernels(model: PreTrainedModel, settings: Settings) -> None:
             _replace(module, mlp_forward, is_known)
         elif name.endswith("Attention"):
             code: Any = type(module).forward
-            _replace(module, _with_rotary(code), _calls_rotary(type(module)))
+            _replace(module, with_names(code, {ROTARY: rotate}), _calls_rotary(type(module)))
 
 
 def _replace(module: Any, forward: Callable[..., Any], is_known: bool) -> None:
@@ -98,15 +99,6 @@ def _calls_rotary(kind: type) -> bool:
     return (
         is_called and _is_code(family.apply_rotary_pos_emb, TURN) and _is_code(family.rotate_half, HALF_TURN)
     )
-
-
-def _with_rotary(forward: Any) -> Callable[..., Any]:
-    """The same code, in which `rotate` has the name of transformers' function."""
-    made = FunctionType(
-        forward.__code__, forward.__globals__ | {ROTARY: rotate}, forward.__name__, forward.__defaults__
-    )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
 
 
 def _is_code(function: Any, known: str) -> bool:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
 from memtrain.memory.hardware.packages import missing
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.experts.forward import is_experts
+from memtrain.trainers.model.kernels.own_names import unchanged, with_names
 
 
 def apply_liger(model: PreTrainedModel, settings: Settings) -> None:
-    """Put the kernels into `model`, in place, when `settings.liger`. Call it before adapters and
-    checkpointing. The MLPs of a model with stacked experts stay as they are.
+    """Put the kernels into `model`, in place, when `settings.liger`, and into no other model of its family.
+    Call it before adapters and checkpointing. The MLPs of a model with stacked experts stay as they are.
 
     Source: Hsu et al. 2024, arXiv:2410.10989, section 3.2.
 
@@ -49,4 +55,24 @@ def apply_liger(model: PreTrainedModel, settings: Settings) -> None:
         "fused_linear_cross_entropy": False,
     }
     takes = inspect.signature(patch).parameters
-    patch(**{name: value for name, value in wanted.items() if name in takes}, model=model)
+    # It turns whole heads, in halves: families that are turned otherwise have it off, or raise (0.8.5).
+    wanted["rope"] = "rope" in takes and takes["rope"].default is True
+    asked = {name: value for name, value in wanted.items() if name in takes}
+    _patch_alone(model, lambda: patch(**asked, model=model))
+
+
+def _patch_alone(model: PreTrainedModel, patch: Callable[[], None]) -> None:
+    """Keep what `patch` puts into the module of the model's family for this model.
+
+    Liger replaces names there, which every model of the family reads that this process makes or runs: the
+    policy of another plan, a teacher, a model whose kernels should be transformers' own.
+    """
+    family = sys.modules[type(model).__module__]
+    before = dict(vars(family))
+    with unchanged([family, nn]):
+        patch()
+        put = {name: now for name, now in vars(family).items() if before.get(name) is not now}
+    for module in model.modules():
+        forward: Any = type(module).forward
+        if isinstance(forward, FunctionType) and put.keys() & set(forward.__code__.co_names):
+            module.forward = MethodType(with_names(forward, put), module)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -124,17 +124,6 @@ def without_launches() -> Iterator[None]:
 
     with replaced(KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None):
         yield
-
-
-@contextmanager
-def unchanged(modules: list[ModuleType]) -> Iterator[None]:
-    """Context inside which changes of these modules are undone at the end."""
-    before = [(module, dict(vars(module))) for module in modules]
-    try:
-        yield
-    finally:
-        for module, names in before:
-            vars(module).update(names)
 
 
 def _seen(device: torch.device) -> torch.device:

@@ -64,9 +64,7 @@ def bare_model(
             backend = AttentionBackend(settings.attention)
             set_attention(base, PLAYED_BY.get(backend, backend))
         pack_without_data(base, settings)
-        if not is_reference:
-            # What it puts into the family's module stays, and a reference that is made afterwards has it too.
-            apply_liger(base, settings)
+        apply_liger(base, settings)
         apply_kernels(base, settings)
         adapter = None if is_reference else settings.adapter
         model = base if adapter is None else add_adapter(base, adapter, quantize=settings.quantize, head=head)

@@ -19,8 +19,9 @@ from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.distributed import zero
 from memtrain.trainers.memory_meter.live_tensors import Recorder
+from memtrain.trainers.model.kernels.own_names import unchanged
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
-from memtrain.trainers.tools.trace.fake_cuda import replaced, unchanged
+from memtrain.trainers.tools.trace.fake_cuda import replaced
 
 ENGINES = ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
 AGREEING = ("stage3", "partition_parameters", "partitioned_param_coordinator")

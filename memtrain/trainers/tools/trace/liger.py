@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.model.loading.load import AUTO
-from memtrain.trainers.model.loading.locate import make_config
 from memtrain.trainers.tools.trace.client import uses_liger
-from memtrain.trainers.tools.trace.fake_cuda import as_fake_cuda, unchanged, without_launches
+from memtrain.trainers.tools.trace.fake_cuda import as_fake_cuda, without_launches
 
 LIBRARY = "liger_kernel"
 
 
 @contextmanager
-def as_fake_liger(settings: Settings, config: Mapping[str, Any]) -> Iterator[None]:
-    """Liger's code takes the branches of a GPU inside. What it puts into the family's module is taken out
-    again."""
+def as_fake_liger(settings: Settings) -> Iterator[None]:
+    """Liger's code takes the branches of a GPU inside."""
     if not uses_liger(settings):
         yield
         return
-    kind = AUTO["lm"]._model_mapping[type(make_config(config))]
-    with unchanged([sys.modules[kind.__module__]]), as_fake_cuda(LIBRARY), without_launches():
+    with as_fake_cuda(LIBRARY), without_launches():
         _choose_kernels()
         yield
 

@@ -92,7 +92,7 @@ def trace(job: Job, *, skips_tiles: bool = True) -> Trace:
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         with_operator_rules(settings.device, skips_tiles=skips_tiles),
-        as_fake_liger(settings, job.config),
+        as_fake_liger(settings),
         as_fake_ranks(settings),
         shards_on_host(settings),
         as_fake_zero(settings),
