@@ -120,6 +120,7 @@ def _with_rows(plan: Plan, rows: int) -> Plan:
 def _losses(plan: Plan) -> list[float]:
     folder = Path(plan.run_dir)
     folder.mkdir()
+    plan.write(folder)
     work(plan, resume=False)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["kind"] == "step"]

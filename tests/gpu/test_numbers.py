@@ -9,6 +9,7 @@ from torch import nn
 
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.model import Model
+from memtrain.trainers.data.tokenize.tiny_tokenizer import NUM_TOKENS
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.losses.head.linear import linear_nll
 from memtrain.trainers.losses.head.linear_liger import liger_nll
@@ -133,9 +134,9 @@ def test_bitsandbytes_optimizers_learn(
 def test_a_quantized_model_trains_its_adapter(
     bits: str, plan_of: Callable[..., Plan], steps_of: Callable, tmp_path, cuda: torch.device
 ):
-    plain = load_model(
-        Model(config=_config(), tokenizer="builtin:tiny"), plan_of("sft").settings, seed=0, vocab_size=600
-    )
+    config = _config() | {"vocab_size": NUM_TOKENS}
+    recipe = Model(config=config, tokenizer="builtin:tiny")
+    plain = load_model(recipe, plan_of("sft").settings, seed=0, vocab_size=NUM_TOKENS)
     plain.save_pretrained(tmp_path / "model")
     tokenizer_of(Model(path="builtin:tiny")).save_pretrained(tmp_path / "model")
     words = [f"model.path={tmp_path}/model", "model.config=null", "model.tokenizer=null"]

@@ -98,15 +98,11 @@ def test_a_step_on_the_gpu_is_that_of_the_cpu(plan_of: Callable[..., Plan], cuda
     """Float32 weights made on one device and copied to the other: losses of the first step."""
     from memtrain.trainers.build.bare_steps import Stepper
 
-    plan = plan_of("sft", "model.attention=masked", dtype="float32")
-    here = build(plan)
-    settings = plan.settings.model_copy(update={"device": "cpu"})
-    there = build(plan.model_copy(update={"settings": settings}))
+    words = ("model.attention=masked", "train.micro_batch_size=8")
+    plans = [plan_of("sft", *words, f"cluster.device={name}", dtype="float32") for name in ("cuda", "cpu")]
+    here, there = (build(plan) for plan in plans)
     copy_weights(here.model, there.model)
-    losses = [
-        Stepper(one, built).step(0).loss
-        for one, built in ((plan, here), (plan.model_copy(update={"settings": settings}), there))
-    ]
+    losses = [Stepper(plan, built).step(0).loss for plan, built in zip(plans, (here, there), strict=True)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 

@@ -105,7 +105,8 @@ class Offloader:
         self.recompute = recompute
         self.pool = HostPool(engine)
         self.traffic = Traffic()
-        self._engine = engine
+        self.engine = engine
+        """Engine of the copies; `travel_by` changes it."""
         self._keep_last = keep_last
         self._fetches_ahead = fetches_ahead
         self.min_bytes = min_bytes
@@ -121,7 +122,7 @@ class Offloader:
 
     def travel_by(self, engine: CopyEngine) -> None:
         """Copy by another engine from now on; nothing may be under way."""
-        self._engine, self.pool = engine, HostPool(engine)
+        self.engine, self.pool = engine, HostPool(engine)
 
     def run_recomputed(self, layer: Callable[..., Any], *inputs: Any) -> Any:
         """A checkpointed layer: its inputs travel and nothing else, as hooks of the checkpoint see the
@@ -185,7 +186,7 @@ class Offloader:
         flat = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
         block = Block(self, key, source, flat)
         block.host, busy = self.pool.take(block.num_bytes)
-        block.out = self._engine.copy_out(block.on_host(), flat, busy)
+        block.out = self.engine.copy_out(block.on_host(), flat, busy)
         self.traffic.out_bytes += block.num_bytes
         reference = weakref.ref(block)
         block.previous, self._newest, self._known[key] = self._newest, reference, reference
@@ -206,8 +207,8 @@ class Offloader:
     def _drop_device(self, block: Block) -> None:
         if block.device is not None:
             # Whoever gets this memory next must not write it while it is still being copied.
-            self._engine.wait(block.out)
-            self._engine.wait(block.back)
+            self.engine.wait(block.out)
+            self.engine.wait(block.back)
             block.device = None
 
     # Backward: back.
@@ -219,7 +220,7 @@ class Offloader:
         block = saved.block
         if block.device is None:
             self._fetch(block)
-        self._engine.wait(block.back)
+        self.engine.wait(block.back)
         assert block.device is not None, "A fetched block is on the device."
         flat = block.device
         block.uses -= 1
@@ -233,8 +234,8 @@ class Offloader:
     def _fetch(self, block: Block) -> None:
         if block.host is None:
             self._load(block)
-        block.device = self._engine.allocate_device(*block.place)
-        block.back = self._engine.copy_back(block.device, block.on_host(), block.out)
+        block.device = self.engine.allocate_device(*block.place)
+        block.back = self.engine.copy_back(block.device, block.on_host(), block.out)
         self.traffic.back_bytes += block.num_bytes
 
     def forget(self, block: Block) -> None:
@@ -261,7 +262,7 @@ class Offloader:
                 break
             self._oldest.popleft()
             if block is not None and block.host is not None:
-                self._engine.settle(block.out)
+                self.engine.settle(block.out)
                 block.stored = self._disk.write(block.host[: block.num_bytes])
                 self._writing.append((block.stored, block.host))
                 leaving_bytes += block.host.numel()
@@ -277,6 +278,6 @@ class Offloader:
     def _load(self, block: Block) -> None:
         assert block.stored is not None, "A block is on the device, on the host or on disk."
         block.host, busy = self.pool.take(block.num_bytes)
-        self._engine.settle(busy)
+        self.engine.settle(busy)
         block.stored.read_into(block.host[: block.num_bytes])
         block.out = None

@@ -181,7 +181,7 @@ def test_a_missing_wait_is_seen(tiny_model: TinyModel, monkeypatch, fault: str):
             block.device = None
 
     if fault == "no wait before use":
-        monkeypatch.setattr(offloader._engine, "wait", lambda ticket: None)
+        monkeypatch.setattr(offloader.engine, "wait", lambda ticket: None)
     if fault == "memory reused before it was copied":
         monkeypatch.setattr(offloader, "_drop_device", reuse)
     assert (worst(backward(plain), backward(model)) > 1e-3) == (fault != "none")
