@@ -29,6 +29,22 @@ def test_no_back_end_is_broken_on_this_gpu(name: str, dtype: torch.dtype, device
         assert found.outcome is Outcome.WORKS, found.words
 
 
+@pytest.mark.parametrize("tokens", [1, 37, 100, 127])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_flex_takes_rows_of_less_than_a_block(tokens: int, dtype: torch.dtype, cuda: torch.device):
+    """With two heads to a key, forward and backward."""
+    layout = packed_layout([tokens], cuda)
+    given = [torch.randn(tokens, heads, 32, device=cuda).to(dtype) for heads in (4, 2, 2)]
+    made: list[tuple[torch.Tensor, ...]] = []
+    for backend in (AttentionBackend.FLEX, AttentionBackend.MASKED):
+        leaves = [one.clone().requires_grad_() for one in given]
+        out = attend_of(backend)(*leaves, layout, 0.2)
+        made.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-3
+    for found, expected in zip(*made, strict=True):
+        assert (found - expected).float().norm() <= bound * expected.float().norm() + bound
+
+
 @pytest.mark.parametrize("name", ["torch_varlen", "flex"])
 def test_rows_of_a_real_model_stay_apart(name: str, plan_of: Callable[..., Plan], cuda: torch.device):
     """The start-up check itself; the random numbers of the run go on where they were."""

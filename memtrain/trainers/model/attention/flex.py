@@ -12,13 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 from memtrain.trainers.model.attention.row_layout import Layout, Part
 
 BLOCK = 128
 """Tokens of a block of the mask: torch's own."""
-
+OPTIONS: FlexKernelOptions = {"BACKEND": "TRITON"}
+"""Choice of one kernel for rows of any length. torch's own for fewer than 128 tokens, a kernel for decoding,
+takes the queries of heads that share keys for one block, and has no form where they are more than a block of
+the mask: "NoValidChoicesError" (torch 2.10 to 2.13, torch/_inductor/kernel/flex/flex_decoding.py)."""
 
 # The block mask is the same for all layers of one forward, and dies with its layout.
 _block_masks: WeakKeyDictionary[Layout, BlockMask] = WeakKeyDictionary()
@@ -35,6 +38,7 @@ def attend(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Layout
         block_mask=_block_masks[layout],
         scale=scale,
         enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+        kernel_options=OPTIONS,
     )
     return out_1HTD[0].transpose(0, 1)
 

@@ -5,6 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from memtrain.memory.estimate.positions import MASK_BLOCK
+from memtrain.trainers.model.attention import flex
 from memtrain.trainers.model.attention.flex import BLOCK, attend, block_mask_of
 from memtrain.trainers.model.attention.masked import attend as attend_masked
 from memtrain.trainers.model.attention.masked import mask_of
@@ -40,6 +41,22 @@ def test_attention_with_it_is_the_masked_one():
     query, key, value = (torch.randn(layout.num_tokens, heads, 16) for heads in (4, 2, 2))
     found = attend(query, key, value, layout, 0.25)
     assert torch.allclose(found, attend_masked(query, key, value, layout, 0.25), atol=1e-5)
+
+
+def test_short_rows_are_left_to_the_kernel_of_all_rows(monkeypatch: pytest.MonkeyPatch):
+    """torch's compiler would choose its kernel for decoding, which has no form for 100 tokens of two heads to
+    a key: rounded up to 256 queries, more than a block of the mask."""
+    asked: list[object] = []
+
+    def note(query: torch.Tensor, *others: torch.Tensor, **options: object) -> torch.Tensor:
+        asked.append(options["kernel_options"])
+        return query
+
+    monkeypatch.setattr(flex, "_kernel", lambda device_type: note)
+    layout = packed_layout([100])
+    query, key, value = (torch.randn(100, heads, 16) for heads in (4, 2, 2))
+    attend(query, key, value, layout, 0.25)
+    assert asked == [{"BACKEND": "TRITON"}]
 
 
 def test_the_plan_counts_blocks_of_the_same_size():
