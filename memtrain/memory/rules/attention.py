@@ -49,7 +49,9 @@ MERGED = (
     AttentionBackend.TORCH_EFFICIENT,
     AttentionBackend.MASKED,
 )
-"""Back ends that tell the log-sum-exp of their scores: by it windows and sinks are put together."""
+"""Back ends that tell the log-sum-exp of their scores: by it windows, sinks and slices of a row are put
+together."""
+NOT_SLICED = "slices are merged by the log-sum-exp of their scores, which this back end does not return"
 
 CAPPED = (AttentionBackend.FLASH3, AttentionBackend.FLASH, AttentionBackend.MASKED)
 """Back ends whose kernels cap scores."""
@@ -74,10 +76,10 @@ class AttentionFacts:
     """Facts on which the choice depends.
 
     device: "cuda" or "cpu". compute_capability: of the oldest GPU, None on CPU. dtype: of queries and keys,
-    e.g. "bfloat16". packages: importable ones among `PACKAGES`. longest_row_tokens: the most
-    tokens that one token may look back on (`max_length`), None when unbounded. The rest are facts of the
-    model's configuration; `own_layers` names the kinds of layer that are not plain attention
-    ("linear_attention", "mamba", ...).
+    e.g. "bfloat16". in_slices: rows are attended to in slices. packages: importable ones among `PACKAGES`.
+    longest_row_tokens: the most tokens that one token may look back on (`max_length`), None when unbounded.
+    The rest are facts of the model's configuration; `own_layers` names the kinds of layer that are not plain
+    attention ("linear_attention", "mamba", ...).
     """
 
     device: str
@@ -92,6 +94,7 @@ class AttentionFacts:
     softcap: float | None = None
     attention_dropout: float = 0.0
     has_sinks: bool = False
+    in_slices: bool = False
     own_layers: tuple[str, ...] = ()
     untried: str = ""
     """The model type, where its rows were never seen to stay apart; empty where they were."""
@@ -149,6 +152,8 @@ def _model_refusal(backend: AttentionBackend, facts: AttentionFacts) -> str | No
         return f"the model caps attention scores at {facts.softcap:g}, which {backend} does not compute"
     if facts.has_sinks and backend not in MERGED:
         return f"the model has attention sinks, which {backend} does not compute"
+    if facts.in_slices and backend not in MERGED:
+        return NOT_SLICED
     if facts.attention_dropout:
         return f"attention dropout {facts.attention_dropout:g} needs the scores; set it to 0"
     if facts.untried:

@@ -8,22 +8,15 @@ from collections.abc import Mapping
 from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.attention import AttentionBackend, AttentionChoice
+from memtrain.memory.rules.attention import MERGED, NOT_SLICED, AttentionChoice
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.recipe import Recipe
 
 PATH = "cluster.context_parallel"
 
-SLICED = (
-    AttentionBackend.TORCH_CPU,
-    AttentionBackend.TORCH_VARLEN,
-    AttentionBackend.FLASH,
-    AttentionBackend.FLASH3,
-    AttentionBackend.MASKED,
-)
-"""Back ends that tell the log-sum-exp of their scores: by it the parts of a row are put together."""
+SLICED = MERGED
+"""Back ends that attend over slices of a row."""
 
-NOT_SLICED = "slices are merged by the log-sum-exp of their scores, which this back end does not return"
 NOT_WITH_LIGER = "Liger's loss is untested on slices of rows"
 
 
@@ -109,7 +102,7 @@ def refuse_attention(ledger: DecisionLog, choice: AttentionChoice) -> None:
     ledger.refuse(
         f"{PATH} with {choice.backend} attention: {NOT_SLICED}{f' ({others})' if others else ''}",
         "model.attention" if ledger.asked.is_set("model.attention") else PATH,
-        f"use {', '.join(SLICED)} attention (on CUDA: bfloat16, compute capability 8.0), or set {PATH}: 1",
+        f"use {', '.join(SLICED)} attention, or set {PATH}: 1",
     )
 
 

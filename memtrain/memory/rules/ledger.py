@@ -158,6 +158,8 @@ def decide_attention(
         compute_capability=hardware.compute_capability,
         packages=frozenset(name for name in PACKAGES if ledger.has(name)),
         longest_row_tokens=recipe.length.max_length,
+        # What is asked for by name is refused with the slices, which are as much of a wish.
+        in_slices=recipe.model.attention == "auto" and (streams(recipe) or recipe.cluster.sharing > 1),
         **model_facts(config),  # pyright: ignore[reportArgumentType]
     )
     wanted = recipe.model.attention

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from memtrain.memory.rules.attention import AttentionChoice, model_facts
-from memtrain.memory.rules.context_parallel import NOT_SLICED, SLICED
+from memtrain.memory.rules.attention import NOT_SLICED, AttentionChoice, model_facts
+from memtrain.memory.rules.context_parallel import SLICED
 from memtrain.memory.rules.ledger import DecisionLog, streams
 
 PATH = "memory.streamed_layers"

@@ -65,6 +65,7 @@ def ask(
     hardware: Hardware | None = None,
     lengths: LengthProfile | None = None,
     config: dict[str, Any] = CONFIG,
+    presumed: frozenset[str] = frozenset(),
     **said: Any,
 ) -> Resolved:
     keys = {key.replace("__", "."): value for key, value in said.items()}
@@ -76,6 +77,7 @@ def ask(
         profile=lengths or profile(*([512] * 40), *([100] * 60)),
         count_steps=lambda rows, tokens, epochs: int(epochs * 10),
         method="sft",
+        presumed=presumed,
     )
     return resolve(asked, facts)
 
@@ -108,6 +110,17 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so():
     assert "no fast bfloat16" in reason_of(resolved, "dtype")
     assert "scaled loss" in reason_of(resolved, "dtype")
     assert resolved.settings.attention == "torch_efficient"
+
+
+def test_streamed_layers_take_an_attention_that_goes_in_slices():
+    """FlexAttention is the first for float32 on a GPU, and returns no log-sum-exp."""
+    card, there = Hardware.named("h100"), frozenset({"triton"})
+    taken = {
+        said: ask(card, presumed=there, model__dtype="float32", memory__streamed_layers=said).settings
+        for said in ("off", "on")
+    }
+    assert {said: one.attention for said, one in taken.items()} == {"off": "flex", "on": "torch_efficient"}
+    assert taken["on"].slice_tokens > 0
 
 
 def test_what_float16_cannot_be_with_is_computed_in_float32():

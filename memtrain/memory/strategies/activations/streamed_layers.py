@@ -15,8 +15,8 @@ Source: StreamBP, arXiv:2506.03077; bytes of a layer: memtrain/memory/estimate/s
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.attention import NOT_SLICED
 from memtrain.memory.rules.compiled_layers import IN_PARTS
-from memtrain.memory.rules.context_parallel import NOT_SLICED
 from memtrain.memory.rules.streamed_layers import (
     BY_HEADS,
     BY_MODULE,
@@ -78,7 +78,7 @@ STRATEGY = Strategy(
     refusal=refusal,
     conflicts=(
         Conflict(
-            "attention that is flex, torch_efficient or transformers",
+            "attention that is flex or transformers",
             NOT_SLICED,
             when=lambda settings: settings.attention not in STREAMED,
         ),

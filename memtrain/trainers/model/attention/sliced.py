@@ -32,6 +32,7 @@ KERNELS = {
     AttentionBackend.TORCH_VARLEN: "TorchFlash",
     AttentionBackend.FLASH3: "HopperFlash",
     AttentionBackend.FLASH: "PackageFlash",
+    AttentionBackend.TORCH_EFFICIENT: "MemoryEfficient",
     AttentionBackend.MASKED: "MaskedScores",
 }
 """The kernel of each back end that gives the log-sum-exp of its scores."""

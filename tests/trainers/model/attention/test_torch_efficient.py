@@ -1,5 +1,6 @@
 """The memory-efficient back end: its kernel needs CUDA; here a stand-in with its shapes and meaning."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from memtrain.trainers.model.attention import torch_efficient
+from memtrain.memory.rules.attention import AttentionBackend
+from memtrain.trainers.model.attention import set_attention, torch_efficient
 from memtrain.trainers.model.attention.masked import attend as attend_masked
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout, shared_layout
+from memtrain.trainers.model.streamed.apply import stream_layers
 
 LAYOUTS = {
     "rows": packed_layout([40, 7, 33]),
@@ -72,14 +75,19 @@ def test_the_stand_in_has_the_shapes_of_the_kernel():
     assert [None if one is None else one.shape for one in grads] == [query.shape] * 3 + [None]
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_output_and_gradients_are_those_of_the_masked_back_end(
-    name: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in in place of the kernel."""
     kernels = {"_scaled_dot_product_efficient_attention": forward}
     kernels["_scaled_dot_product_efficient_attention_backward"] = backward
     monkeypatch.setattr(torch_efficient, "aten", SimpleNamespace(**kernels))
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_output_and_gradients_are_those_of_the_masked_back_end(
+    name: str, heads: tuple[int, int], stand_in: None
+):
     layout: Layout = LAYOUTS[name]
     T = layout.num_tokens
     generator = torch.Generator().manual_seed(0)
@@ -92,3 +100,19 @@ def test_output_and_gradients_are_those_of_the_masked_back_end(
         made.append((out, *torch.autograd.grad(out, leaves, weight)))
     for found, expected in zip(*made, strict=True):
         assert torch.allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_goes_in_slices(name: str, tiny_model: Callable[..., Any], stand_in: None):
+    """By the log-sum-exp that it returns: loss and gradients of layers in slices, and of whole rows."""
+    model, layout = tiny_model(num_hidden_layers=2), LAYOUTS[name]
+    set_attention(model, AttentionBackend.TORCH_EFFICIENT)
+    ids = torch.randint(0, 128, (1, layout.num_tokens), generator=torch.Generator().manual_seed(0))
+    made: list[tuple[Tensor, ...]] = []
+    for slice_tokens in (0, 24):
+        stream_layers(model, slice_tokens)
+        given = {"input_ids": ids, "position_ids": layout.position_ids, "layout": layout}
+        loss = model.train()(**given, use_cache=False).logits.square().mean()
+        made.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+    for found, expected in zip(*made, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
