@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memtrain.cli.output.terminal import print_table, print_text
+
+if TYPE_CHECKING:
+    from memtrain.memory.hardware.calibration import Measured
 
 Show = Annotated[bool, typer.Option("--show", help="Print the stored measurements, and measure nothing.")]
 Forget = Annotated[
     bool, typer.Option("--forget", help="Empty the store: measurements, and peaks of past runs.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")]
+
+SHARED_BYTES = 2**30
+"""Memory in other processes from which a card is said to be shared; a desktop has less. Taste."""
 
 
 def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False) -> None:
@@ -24,10 +30,10 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
     peaks there too, which correct later predictions by at most 10 %.
     """
     from memtrain.errors import LaunchError
-    from memtrain.memory.hardware.calibration import Measured, device_file, folder, measured_of, remember
+    from memtrain.memory.hardware.calibration import device_file, folder, measured_of, remember
     from memtrain.memory.hardware.devices import detect
     from memtrain.memory.hardware.peak_history import FILE, read_history
-    from memtrain.memory.plan.units import MIB, count_of
+    from memtrain.memory.plan.units import count_of, gib
 
     where, hardware = folder(), detect()
     if where is None:
@@ -54,7 +60,19 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
     if as_json:
         typer.echo(json.dumps(found.model_dump() | {"file": str(device_file(found.device))}, indent=1))
         return
-    core = " of one core" if hardware.device == "cpu" else ""
+    print_text(f"{found.device}, measured on {found.made}:")
+    if found.others_bytes > SHARED_BYTES:
+        print_text(f"Other processes held {gib(found.others_bytes)} of it: rates are what they left.")
+    print_table(("what", "measured"), _rows(found, hardware.device))
+    kinds = len(read_history().ratios)
+    print_text(f"Stored in {where}, with peaks of {kinds} kinds of runs. Plans for this machine use both.")
+
+
+def _rows(found: Measured, device: str) -> list[tuple[str, str]]:
+    """(what, figure) of each measurement."""
+    from memtrain.memory.plan.units import MIB
+
+    core = " of one core" if device == "cpu" else ""
     rows = [
         ("matrix products, half precision", f"{found.half_matmul_per_s / 1e12:.3f} TFLOP/s{core}"),
         ("matrix products, float32", f"{found.single_matmul_per_s / 1e12:.3f} TFLOP/s{core}"),
@@ -70,7 +88,4 @@ def calibrate(show: Show = False, forget: Forget = False, as_json: Json = False)
     ]
     if found.communication_bytes is not None:
         rows.append(("a communicator", f"{found.communication_bytes / MIB:.0f} MiB"))
-    print_text(f"{found.device}, measured on {found.made}:")
-    print_table(("what", "measured"), rows)
-    kinds = len(read_history().ratios)
-    print_text(f"Stored in {where}, with peaks of {kinds} kinds of runs. Plans for this machine use both.")
+    return rows

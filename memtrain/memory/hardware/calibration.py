@@ -39,6 +39,8 @@ class Measured(Section):
     versions: dict[str, str]
     beside_bytes: int
     """Memory of a process beside tensors: context, kernels and workspaces, or interpreter and libraries."""
+    others_bytes: int = 0
+    """Memory of the card that other processes held meanwhile: rates are what they left."""
     communication_bytes: int | None = None
     """Memory of a communicator of several processes; None where there was one device."""
     half_matmul_per_s: float

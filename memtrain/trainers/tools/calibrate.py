@@ -7,8 +7,10 @@ and the scratch of single kernels. The part for GPUs was never run on one.
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -16,12 +18,15 @@ import psutil
 import torch
 import torch.nn.functional as F
 
+from memtrain.errors import LaunchError
 from memtrain.memory.hardware.calibration import Measured, versions
-from memtrain.memory.plan.units import GIB, MIB
+from memtrain.memory.plan.units import GIB, MIB, gib
 
 Kind = Literal["cpu", "cuda"]
 ENOUGH_S = 0.4
 """Time that each figure is measured for, on a CPU."""
+MOST_BESIDE = 4 * GIB
+"""Bound of the memory of a process beside its tensors; contexts take 0.3 to 1 GiB. Taste."""
 
 
 def measure(kind: Kind, name: str) -> Measured:
@@ -102,14 +107,21 @@ def seconds_of(work: Callable[[], object], wait: Callable[[], None] | None = Non
 
 
 def of_gpu(name: str) -> Measured:
-    """The current CUDA device, which must be free: other processes' memory would count as this one's."""
+    """The current CUDA device. Where it is not free, what others hold is told apart by what the driver said
+    before this process was there; no context may be there yet.
+
+    Raises: LaunchError where others took or gave memory meanwhile, or the driver does not say what they hold.
+    """
+    before = in_use()
     torch.zeros(1, device="cuda")
+    others = before.get(f"GPU-{torch.cuda.get_device_properties(0).uuid}", 0)
     square = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     (square @ square).sum().backward()
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     # cuBLAS's workspaces are in the caching allocator, and no tensor of ours.
-    beside = total - free - torch.cuda.memory_reserved() + torch.cuda.memory_allocated() - 2 * square.nbytes
+    own = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() + 2 * square.nbytes
+    beside = beside_tensors(total - free - own, others)
     wait = torch.cuda.synchronize
     source = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
@@ -124,6 +136,7 @@ def of_gpu(name: str) -> Measured:
         made=today(),
         versions=versions(),
         beside_bytes=beside,
+        others_bytes=others,
         communication_bytes=of_communicator(),
         half_matmul_per_s=products_a_second(8192, torch.bfloat16, "cuda"),
         single_matmul_per_s=products_a_second(4096, torch.float32, "cuda"),
@@ -132,6 +145,38 @@ def of_gpu(name: str) -> Measured:
         launch_s=seconds_of(lambda: small.add_(1.0)),
         granularity_bytes=512,
         scratch=scratch_of_kernels(),
+    )
+
+
+def in_use() -> Mapping[str, int]:
+    """Bytes in use on each GPU by its UUID, as the driver says; none where nvidia-smi is not there."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    asked = subprocess.run(
+        [program, "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=20,
+    )
+    rows = (line.split(",") for line in asked.stdout.splitlines() if line.count(",") == 1)
+    return {uuid.strip(): int(used) * MIB for uuid, used in rows if used.strip().isdigit()}
+
+
+def beside_tensors(held: int, others: int) -> int:
+    """Bytes of this process beside its tensors, of `held` on the card beside them.
+
+    Raises: LaunchError where that is no process's: others came or went.
+    """
+    beside = held - others
+    if 0 < beside < MOST_BESIDE:
+        return beside
+    raise LaunchError(
+        f"the card is shared: beside this process's tensors {gib(held)} are held, of which others held "
+        f"{gib(others)} before it",
+        "nvidia-smi lists the other processes",
+        "stop them, or name another card in CUDA_VISIBLE_DEVICES",
     )
 
 
