@@ -89,7 +89,7 @@ def sum_of_squares(load: Workload) -> float:
         return float(load.N) ** 2
     if not settings.padding_free:
         return float(load.N) * (load.N / batch.rows)
-    mean = batch.tokens / batch.rows
+    mean = batch.attended_tokens or batch.tokens / batch.rows
     window = load.shape.sliding_window
     reach = min(mean, window) if window is not None else mean
     return batch.tokens * reach

@@ -95,6 +95,8 @@ class HeaviestBatch(NamedTuple):
     segments: int = 0
     """Stretches of the rows that attention keeps apart: documents of packed rows, or prompts and answers that
     lie apart; 0: as many as rows."""
+    attended_tokens: float = 0.0
+    """Length of the stretch that a token is in, mean over tokens; 0: that of a mean row. Of time alone."""
 
     @property
     def num_segments(self) -> int:

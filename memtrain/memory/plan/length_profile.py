@@ -81,6 +81,9 @@ class LengthProfile(Section):
     most_pieces: tuple[int, ...] = ()
     """Pieces that attention keeps apart, of the sequences that have most of them, most first: documents, or
     prompts and answers; none where every sequence is one."""
+    attended_tokens: float = 0.0
+    """Length of the piece that a token is in, mean over tokens, which is more than that of a mean piece: what
+    attention takes time for. 0 where it is not known: every sequence is one piece, of mean length."""
 
     @property
     def mean_tokens(self) -> float:

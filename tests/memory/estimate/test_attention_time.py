@@ -2,7 +2,8 @@
 
 import pytest
 
-from memtrain.memory.estimate.attention_time import attention_time
+from memtrain.memory.estimate.attention_time import attention_time, sum_of_squares
+from memtrain.memory.estimate.pricing import typical_micro_batch
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.settings import Settings
@@ -47,6 +48,18 @@ def test_a_second_forward_pass_is_at_the_forward_rate():
     load = Workload(Settings(**BASE), LLAMA8, ROW)
     once, twice = (attention_time(load, hardware, hardware.rates.half_matmul_per_s, of) for of in (1, 2))
     assert twice - once == pytest.approx(OPERATIONS / 370e12)
+
+
+def test_documents_of_packed_rows_are_priced_by_their_own_lengths(facts_of, profile_of):
+    """Rows of 16,384 tokens out of documents of 2,048: attention of an eighth of what whole rows take."""
+    packed = profile_of(*[16384] * 4).model_copy(update={"attended_tokens": 2048.0})
+    settings = Settings(**(BASE | {"packing": "bfd", "max_length": 16384}))
+    of_documents, whole = (
+        sum_of_squares(Workload(settings, LLAMA8, typical_micro_batch(settings, facts_of(lengths=it))[0]))
+        for it in (packed, profile_of(*[16384] * 4))
+    )
+    assert of_documents == 16384 * 2048
+    assert whole == 16384**2
 
 
 def test_in_float32_and_on_a_cpu_attention_is_as_fast_as_products():

@@ -112,6 +112,7 @@ def lay_out_answers(store: TokenStore, rows: Ints, length: RowLimits, *, is_shar
             loss_token_share=highest_share(loss_tokens_each, tokens),
             rows_per_sequence=int(np.diff(item_ptr).max(initial=1)) * whole.shape[1],
             most_pieces=longest_first(np.sort(pieces)[::-1][:NUM_LONGEST]),
+            attended_tokens=_squares(prompt, answer, item_ptr, is_shared=is_shared) / max(1, tokens.sum()),
         ),
     )
 
@@ -197,6 +198,14 @@ def _tokens(prompt: Ints, answer: Ints, item_ptr: Ints, *, is_shared: bool) -> I
     if is_shared:
         return answers + prompt[item_ptr[:-1]]
     return answers + np.add.reduceat(prompt * answer.shape[1], item_ptr[:-1])
+
+
+def _squares(prompt: Ints, answer: Ints, item_ptr: Ints, *, is_shared: bool) -> float:
+    """Sum of the squared lengths of rows; of a prompt that is shared its own square is there once."""
+    whole = ((prompt[:, None] + answer) ** 2).sum()
+    if not is_shared:
+        return float(whole)
+    return float(whole - answer.shape[1] * (prompt**2).sum() + (prompt[item_ptr[:-1]] ** 2).sum())
 
 
 def _report(

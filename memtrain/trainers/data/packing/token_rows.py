@@ -67,6 +67,7 @@ def lay_out(lengths: Ints, spans: Spans, rows: Ints, length: RowLimits) -> Seque
         order, bin_ptr = _pack(kept, length)
         number, start, kept, loss_tokens = number[order], start[order], kept[order], loss_tokens[order]
     tokens, loss_tokens = _sum_by_bin(kept, bin_ptr), _sum_by_bin(loss_tokens, bin_ptr)
+    pieces = tokens if length.cross_document_attention else kept
     return Sequences(
         row=rows[number],
         start=start,
@@ -80,8 +81,9 @@ def lay_out(lengths: Ints, spans: Spans, rows: Ints, length: RowLimits) -> Seque
             longest=longest_first(_largest(tokens, NUM_LONGEST)),
             most_loss_tokens=longest_first(_largest(loss_tokens, NUM_LONGEST)),
             loss_token_share=highest_share(loss_tokens, tokens),
-            longest_piece=int((tokens if length.cross_document_attention else kept).max(initial=0)),
+            longest_piece=int(pieces.max(initial=0)),
             most_pieces=_most_pieces(bin_ptr, length),
+            attended_tokens=float((pieces**2).sum() / max(1, pieces.sum())),
         ),
     )
 

@@ -99,6 +99,18 @@ def test_loss_tokens_are_counted_for_each_answer(tmp_path: Path):
     assert apart.profile.most_segments(2, None) == 4
 
 
+def test_answers_attend_to_their_prompt_which_attends_to_itself_once(tmp_path: Path):
+    """A prompt of 2, read by 3 + 1 tokens in one pair and 1 + 1 in another: rows of 5, 3, 3 and 3; each
+    without the prompt's square of 4 where it is shared, which is there once."""
+    store = store_of(tmp_path / "s", [([1, 2], [3, 4, 5], [6]), ([1, 2], [7], [8])])
+    length = pairs_by(group_prompts=True)
+    shared, apart = (
+        lay_out_answers(store, np.arange(2), length, is_shared=it).profile for it in (True, False)
+    )
+    assert shared.attended_tokens == (52 - 4 * 4 + 4) / 8
+    assert apart.attended_tokens == 52 / 14
+
+
 def test_a_pair_never_loses_one_side(tmp_path: Path):
     """One token of each answer is left: of a pair without a prompt, nothing is trained on then."""
     store = store_of(tmp_path / "s", [([1, 2], [3, 4], [5]), ([], [5, 6], [7, 8])])

@@ -154,6 +154,16 @@ def test_documents_that_share_a_sequence_are_counted_for_a_micro_batch():
     assert [alone.most_segments(count, None) for count in (1, 2, 9)] == [1, 2, 4]
 
 
+def test_a_token_attends_to_its_piece_and_most_tokens_are_in_long_ones():
+    """Pieces of 8, 2, 3 and 3 tokens: squares of 64, 4, 9 and 9 over 16 tokens, packed or not; documents that
+    see each other are one piece of 8."""
+    rows, spans = [8, 2, 3, 3], [(0, 8), (0, 2), (0, 3), (0, 3)]
+    for how in ({}, {"packing": "bfd"}):
+        assert made(rows, spans, asked(max_length=8, **how)).profile.attended_tokens == 86 / 16
+    seen = asked(max_length=8, packing="wrapped", cross_document_attention=True)
+    assert made(rows, spans, seen).profile.attended_tokens == 8
+
+
 def test_segments_of_a_micro_batch_of_so_many_tokens_are_those_of_the_shortest_rows():
     """Of 2, 3, 3 and 8 tokens three rows fit into 8 tokens, and a row that is longer stands alone."""
     profile = made([8, 2, 3, 3], [(0, 8), (0, 2), (0, 3), (0, 3)], asked(max_length=8)).profile
