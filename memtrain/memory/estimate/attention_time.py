@@ -1,16 +1,23 @@
 """Time of attention: its operations, and the share of a card's products that its kernels reach.
 
 Kernels of attention reach less than large matrix products do, and those that were written for the tensor
-cores of Ampere a third of what Hopper can. Shares are of the data sheet's rate, for head widths of 128 and
-rows of 4,096 tokens or more.
+cores of Ampere a third of what Hopper can. Shares are of the data sheet's rate, for head widths of 128.
+
+A short row takes longer than its operations: every block of queries begins and ends, half of the tile on the
+diagonal is computed for nothing, and the last tile is not full. Each is as much as some more keys for every
+query, so that a row of L tokens takes as long as L * (L + lost) tell. Rows of unequal lengths in one launch
+are slower still.
 
 Source: FlashAttention-2 on an A100: up to 73 % forward and 63 % backward; the first FlashAttention, which
 torch's memory-efficient kernel is taken to be as fast as, 30 to 50 % and 25 to 35 % (Dao 2023,
-arXiv:2307.08691, sections 1 and 4.1). On an H100: FlashAttention-2 370 and 320 of 989 TFLOP/s,
-FlashAttention-3 640 and 550 (Shah et al. 2024, arXiv:2407.08608, figures 5 and 6). FlexAttention: 90 % of
-FlashAttention-2 forward, 85 % backward (its announcement, PyTorch 2024). Later data-center cards have no
-figure there: FlashAttention-2 is taken to be as fast as on an H100, as it has no instruction of theirs
-(chosen after published steps on a B200 had been seen).
+arXiv:2307.08691, sections 1 and 4.1). On an H100, R / (1 + lost / L) through the figures for 512 to 16,384
+tokens: causal forward, FlashAttention-2 191 to 335 TFLOP/s and FlashAttention-3 292 to 616; backward, which
+is without a mask there, 214 to 322 and 316 to 561 (Shah et al. 2024, arXiv:2407.08608, figures 5 and 6). From
+1,024 tokens on no point is off by more than 3 %, at 512 up to 11 % too fast. A causal row has half of
+the keys, and so twice the loss, and its diagonal. Blocks are taken to begin and end as fast on every card.
+FlexAttention: 90 % of FlashAttention-2 forward, 85 % backward (its announcement, PyTorch 2024). Later
+data-center cards have no figure there: FlashAttention-2 is taken to be as fast as on an H100, as it has no
+instruction of theirs (chosen after published steps on a B200 had been seen).
 """
 
 from __future__ import annotations
@@ -27,16 +34,35 @@ FLASH_BACKWARD = 2.5
 section 4.1 (5 products against 2)."""
 
 
-class Share(NamedTuple):
-    """Part of the data sheet's rate, in the forward and in the backward pass."""
+class Pair(NamedTuple):
+    """A figure of the forward and one of the backward pass."""
 
     forward: float
     backward: float
 
 
-AMPERE, EFFICIENT = Share(0.73, 0.63), Share(0.40, 0.30)
-ON_HOPPER, FOR_HOPPER = Share(370 / 989, 320 / 989), Share(640 / 989, 550 / 989)
-OF_FLEX = Share(0.90, 0.85)
+class Kernel(NamedTuple):
+    """Rates that a kernel of attention reaches."""
+
+    share: Pair
+    """Of the data sheet's rate, in long rows."""
+    idle: Pair | None = None
+    """Keys that a rate of 10^12 operations a second would compute for every query while its block begins and
+    ends; None: not known."""
+
+
+TILE = 128
+"""Queries of a block of the forward pass, keys of one of the backward pass."""
+FLASH_IDLE = Pair(2 * 106 / 342, 2 * 265 / 327)
+AMPERE = Kernel(Pair(0.73, 0.63), FLASH_IDLE)
+EFFICIENT = Kernel(Pair(0.40, 0.30))
+ON_HOPPER = Kernel(Pair(342 / 989, 327 / 989), FLASH_IDLE)
+FOR_HOPPER = Kernel(Pair(632 / 989, 575 / 989), Pair(2 * 186 / 632, 2 * 330 / 575))
+UNEQUAL = 0.77
+"""Share of that rate which is left where one launch has rows of unequal lengths. Measured: 215 of 274 TFLOP/s
+forward and 174 of 230 backward, with the sums over query heads that share keys; rows of 1,870 tokens in the
+mean over tokens, Qwen3-0.6B, torch 2.11 (H100 80GB HBM3, benchmarks/gpu_short.sh, 1eaa8187)."""
+OF_FLEX = Pair(0.90, 0.85)
 """Of FlashAttention-2."""
 H100_TFLOPS = 989
 MEMORY_EFFICIENT = ("torch_efficient", "masked")
@@ -51,16 +77,28 @@ def attention_time(load: Workload, hardware: Hardware, rate: float, num_forward:
     return of_pass * (num_forward * forward + FLASH_BACKWARD * backward)
 
 
-def slowness(load: Workload, hardware: Hardware) -> Share:
+def slowness(load: Workload, hardware: Hardware) -> Pair:
     """Products' rate over that of attention, by pass; 1 on a CPU and in float32, whose kernels are others."""
     capability = hardware.compute_capability
     if hardware.device == "cpu" or not load.is_half or capability is None:
-        return Share(1.0, 1.0)
-    share = _share(load.settings.attention, capability, hardware)
-    return Share(REACHED / share.forward, REACHED / share.backward)
+        return Pair(1.0, 1.0)
+    share, idle = _kernel(load.settings.attention, capability, hardware)
+    if idle is None:
+        return Pair(REACHED / share.forward, REACHED / share.backward)
+    length = max(1.0, sum_of_squares(load) / load.num_whole)
+    sheet = hardware.rates.half_matmul_per_s / REACHED / 1e12
+    wasted, left = TILE, 1.0
+    if 0 < load.batch.attended_tokens < load.batch.tokens:
+        # The last tile of a row is half full, of its queries and of its keys.
+        wasted, left = 2 * TILE, UNEQUAL
+    forward, backward = (
+        REACHED / (left * of) * (1 + (wasted + keys * of * sheet) / length)
+        for of, keys in zip(share, idle, strict=True)
+    )
+    return Pair(forward, backward)
 
 
-def _share(attention: str, capability: tuple[int, int], hardware: Hardware) -> Share:
+def _kernel(attention: str, capability: tuple[int, int], hardware: Hardware) -> Kernel:
     if attention in MEMORY_EFFICIENT:
         return EFFICIENT
     if attention == HOPPER_FLASH:
@@ -70,10 +108,14 @@ def _share(attention: str, capability: tuple[int, int], hardware: Hardware) -> S
         flash = ON_HOPPER
     elif capability[0] == 10:
         slower = H100_TFLOPS * 1e12 * REACHED / hardware.rates.half_matmul_per_s
-        flash = Share(ON_HOPPER.forward * slower, ON_HOPPER.backward * slower)
+        flash = _scaled(ON_HOPPER, Pair(slower, slower))
     if attention == FLEX:
-        return Share(flash.forward * OF_FLEX.forward, flash.backward * OF_FLEX.backward)
+        return _scaled(flash, OF_FLEX)
     return flash
+
+
+def _scaled(kernel: Kernel, by: Pair) -> Kernel:
+    return kernel._replace(share=Pair(kernel.share.forward * by.forward, kernel.share.backward * by.backward))
 
 
 def forward_operations(load: Workload) -> float:
