@@ -253,8 +253,17 @@ def _layer_traffic(load: Workload) -> float:
 
 
 def _head_traffic(load: Workload) -> float:
-    """Passes over S x V float32 numbers, counted in trainers/losses; the tiles' stay partly in cache."""
-    passes = 12 if load.settings.loss == "full" else 8 + 4 * _forms_tiles_twice(load)
+    """Passes over S x V float32 numbers, counted in trainers/losses; the tiles' stay partly in cache.
+
+    Triton's kernels read a tile for its scores, and read it and write its gradient, rounded where the
+    products are in half precision.
+    """
+    if load.settings.loss == "full":
+        passes = 12.0
+    elif load.fuses_tiles:
+        passes = 2.5 if load.is_half else 3.0
+    else:
+        passes = 8 + 4 * _forms_tiles_twice(load)
     return passes * 4.0 * load.S * load.shape.vocab_size
 
 

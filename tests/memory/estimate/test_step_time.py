@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from memtrain.memory.estimate.adapters import adapter_traffic
-from memtrain.memory.estimate.step_time import _head_operations, _layer_operations, step_time
+from memtrain.memory.estimate.step_time import _head_operations, _head_traffic, _layer_operations, step_time
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
 from memtrain.memory.hardware.calibration import Measured
 from memtrain.memory.hardware.devices import Hardware, cpu
@@ -94,6 +94,20 @@ def test_operations_of_a_plain_step_are_six_a_weight_and_token():
     assert _layer_operations(load) == pytest.approx(6 * weights * 16384)
     # Logits twice (tiles are formed again for a trained half-precision head), d_hidden, d_weight.
     assert _head_operations(load) == 4 * 2 * (16384 - 8) * 128256 * 4096
+
+
+def test_tritons_kernels_pass_over_logits_two_and_a_half_times():
+    """Read for the scores, read for the gradient, which is written in half precision: 10 bytes a logit. Torch
+    passes 12 times where a tile is formed twice."""
+    triton, torch = (
+        Workload(Settings(**(BASE | {"loss_kernel": kernel})), LLAMA8, BATCH)
+        for kernel in ("triton", "torch")
+    )
+    logits = (16384 - 8) * 128256
+    assert _head_traffic(triton) == 10 * logits
+    assert _head_traffic(torch) == 48 * logits
+    single = BASE | {"loss_kernel": "triton", "dtype": "float32"}
+    assert _head_traffic(Workload(Settings(**single), LLAMA8, BATCH)) == 12 * logits
 
 
 def test_what_saves_memory_by_computing_again_takes_longer():
