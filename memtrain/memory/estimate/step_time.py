@@ -35,7 +35,7 @@ from memtrain.memory.estimate.weights_offload import (
     pass_time,
 )
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
-from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.hardware.devices import Hardware, Rates
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
@@ -48,6 +48,11 @@ FUSED_OPERATORS, FUSED_TRAFFIC = 0.64, 0.55
 """Shares of both that fused kernels leave: 78 operators of a layer in place of 122; of the bytes, over what a
 layer keeps, 2.8 of 4.1 forward and 3.6 of 9.2 backward. Counted on traces of Qwen3-0.6B
 (benchmarks/kernel_counts.py). Compiled layers are taken to fuse as much: what a compiler makes is its own."""
+STEP_LAUNCHES = 2.2
+"""Host time of an operator in a step over that of a bare one on a GPU, which `memtrain calibrate` measures:
+modules, views and the graph come beside. Measured on a core of an x86 server, layers of Llama 32 wide: 11 us
+forward and 8 backward for each operator that is counted here, a bare sum 1.8. So 7 us come to the 6 of a
+launch. Steps of short rows that Qwen published took 12 to 16 us for each (docs/published.md)."""
 MERGED_TRAFFIC = 32
 """Bytes read and written for each number of an attention output that is merged: both in float32 and as they
 were, counted in trainers/model/attention/two_part.py."""
@@ -90,7 +95,7 @@ def step_time(
     products = num_micro_batches * ((_layer_operations(load) + _head_operations(load)) / rate + attention)
     traffic = num_micro_batches * (_layer_traffic(load) + _head_traffic(load)) / rates.bytes_per_s
     optimizer = _optimizer_traffic(settings, shape) / rates.bytes_per_s
-    launch = rates.launch_s * (
+    launch = operator_s(hardware, rates) * (
         num_micro_batches * (_layer_operators(load) + _tile_operators(load))
         + _optimizer_operators(settings, shape)
     )
@@ -121,6 +126,11 @@ def step_time(
         stepping += host_step_s(settings, shape, hardware)
     seconds = _overlapped(device + stepping, launch)
     return StepTime(seconds, products, traffic, optimizer, launch, 2 * copy + states)
+
+
+def operator_s(hardware: Hardware, rates: Rates) -> float:
+    """Host time of an operator among those of a step."""
+    return rates.launch_s * (STEP_LAUNCHES if hardware.device == "cuda" else 1.0)
 
 
 def _passes_time(

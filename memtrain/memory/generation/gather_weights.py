@@ -9,7 +9,7 @@ from memtrain.memory.estimate.sharded.communication import COLLECTIVE_S, num_gro
 from memtrain.memory.estimate.sharded.sharding import gathered
 from memtrain.memory.estimate.sharded.zero import gathered_module
 from memtrain.memory.estimate.static import needed, weights_bytes
-from memtrain.memory.estimate.step_time import FORWARD_OPERATORS
+from memtrain.memory.estimate.step_time import FORWARD_OPERATORS, operator_s
 from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
 from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero
 from memtrain.memory.plan.settings import Settings
@@ -62,7 +62,7 @@ def gather_bytes(settings: Settings, facts: PlannerInputs, *, rows: int, tokens:
     streamed = gathered_module(load) if uses_zero(settings) else gathered(settings, shape)
     half = DTYPE_BYTES[settings.dtype] == 2
     rate = rates.half_matmul_per_s if half else rates.single_matmul_per_s
-    launch = shape.num_layers * FORWARD_OPERATORS * rates.launch_s
+    launch = shape.num_layers * FORWARD_OPERATORS * operator_s(facts.hardware, rates)
     compute = launch + whole / rates.bytes_per_s + 2.0 * shape.num_parameters * rows / rate
     starts = num_groups(settings, shape) * COLLECTIVE_S[settings.device]
     communication_time = whole * (count - 1) / count / rates.host_bytes_per_s + starts

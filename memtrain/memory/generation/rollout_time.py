@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.estimate.static import weights_bytes
-from memtrain.memory.estimate.step_time import FORWARD_OPERATORS
+from memtrain.memory.estimate.step_time import FORWARD_OPERATORS, operator_s
 from memtrain.memory.estimate.weights_offload import away
 from memtrain.memory.estimate.workload import DTYPE_BYTES
 from memtrain.memory.generation.vllm import longest_prompt
@@ -53,7 +53,7 @@ def rollout_time(settings: Settings, facts: PlannerInputs, generate: Generate) -
     keys = 2 * shape.kv_width * shape.num_layers * DTYPE_BYTES[settings.dtype]
     read = _weights_read(settings, facts) + at_once * keys * (prompt + tokens / 2)
     is_captured = settings.cuda_graphs or settings.sampler in CAPTURED
-    each = rates.kernel_s if is_captured else rates.launch_s
+    each = rates.kernel_s if is_captured else operator_s(facts.hardware, rates)
     launching = each * FORWARD_OPERATORS * shape.num_layers
     travelling = _travelling_bytes(settings, facts) / rates.host_bytes_per_s
     of_token = max(read / rates.bytes_per_s, at_once * operations / rate, launching, travelling)

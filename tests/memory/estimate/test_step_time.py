@@ -152,6 +152,19 @@ def test_twice_the_micro_batches_take_nearly_twice_as_long():
     assert 1.8 < seconds(num_micro_batches=2) / seconds() <= 2.0
 
 
+def test_the_host_takes_13_microseconds_for_an_operator_of_a_step_beside_a_gpu():
+    """A row of 64 tokens waits for the host: 32 layers of 122 operators, 6 for each of 7 adapters in three
+    passes, 40 of the loss's tile, and 14 tensors a layer whose step is a fifth of one."""
+    short = HeaviestBatch(rows=1, tokens=64, scored_tokens=64, longest=64)
+    settings = Settings(**(BASE | {"adapter": Adapter(r=16), "optimizer": "sgd"}))
+    found = step_time(settings, LLAMA8, short, H100)
+    adapters = 32 * 6 * 7 * 3
+    assert found.launch_s == pytest.approx(13.2e-6 * (32 * 122 + adapters + 40 + 32 * 14 * 0.2))
+    assert found.seconds > found.launch_s
+    on_host = step_time(Settings(**(BASE | {"device": "cpu"})), LLAMA8, short, cpu(64 * GIB, 16))
+    assert on_host.launch_s == pytest.approx(8e-6 * (32 * 122 + 40 + 32 * 9 * 0.2))
+
+
 def test_a_faster_card_is_faster_and_a_cpu_is_not():
     cards = [seconds(Hardware.named(name)) for name in ("b200", "h100", "a100", "l4")]
     assert cards == sorted(cards)
