@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from first_light.published import beside
-from first_light.summary import plans, said_of, traced_error
+from first_light.summary import plans, said_of, time_error, traced_error
 from memtrain.trainers.pages.charts import Bar, Figure, bar_chart
 from memtrain.trainers.pages.page import render
 
@@ -23,7 +23,7 @@ def page(found: Mapping[str, Record], summed: Mapping[str, Any]) -> str:
     return render(
         TEMPLATE,
         head=head(summed),
-        figures=[one for one in (error_plot(found), speed_plot(found)) if one.svg],
+        figures=[one for one in (error_plot(found), time_plot(found), speed_plot(found)) if one.svg],
         groups=[(group, section(group, found)) for group in groups],
     )
 
@@ -93,6 +93,18 @@ def error_plot(found: Mapping[str, Record]) -> Figure:
             bars.append(Bar("", [("traced", abs(trace), "faint")], f"{trace:+.1%}"))
     title = "The planner: planned over measured peak, less 1"
     return Figure(title, bar_chart(bars, title, unit=("%", 0.01)), (("planned", "c1"), ("traced", "faint")))
+
+
+def time_plot(found: Mapping[str, Record]) -> Figure:
+    """The size of each planned step time's error; its sign and both times stand behind the bar."""
+    bars: list[Bar] = []
+    for name, one in plans(found):
+        error = time_error(one)
+        if error is not None:
+            text = f"{error:+.0%}: {one['planned_step_s']:.3f} of {one['step_s']:.3f} s"
+            bars.append(Bar(name, [("planned", abs(error), "c1")], text))
+    title = "The planner: planned over measured seconds of a step, less 1"
+    return Figure(title, bar_chart(bars, title, unit=("%", 0.01)), (("planned", "c1"),))
 
 
 def speed_plot(found: Mapping[str, Record]) -> Figure:

@@ -13,6 +13,7 @@ from first_light.published import beside
 Record = Mapping[str, Any]
 CLOSE = 0.03
 """The planner's error above which a row must be explained."""
+TIMES = ("planned_step_s", "step_s")
 
 
 def summary(found: Mapping[str, Record], wanted: Sequence[Stage], where: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def summary(found: Mapping[str, Record], wanted: Sequence[Stage], where: Mapping
         "skipped": {name: one["skipped"] for name, one in found.items() if "skipped" in one},
         "plan": spread(errors) | {"false_fits": [n for n, one in found.items() if one.get("is_false_fit")]},
         "trace": spread([one for one in traced if one is not None]),
+        "time": spread([error for _, one in measured if (error := time_error(one)) is not None]),
         "misses": {name: one["planned_error"] for name, one in measured if abs(one["planned_error"]) > CLOSE},
         "not_bit_for_bit": [
             name for name, one in found.items() if name.startswith("bit for bit") and not one.get("is_equal")
@@ -41,6 +43,7 @@ def summary(found: Mapping[str, Record], wanted: Sequence[Stage], where: Mapping
         ],
         "speed": {
             name: {key: one.get(key) for key in (*_times(one), "peak_bytes", "planned_error")}
+            | {"time_error": time_error(one)}
             | {"published": [asdict(record) for record in beside(name)]}
             for name, one in measured
             if not name.startswith("grid/")
@@ -58,7 +61,7 @@ def said_of(name: str, one: Record) -> str:
 
 
 def _times(one: Record) -> tuple[str, ...]:
-    return () if one.get("shared") else ("tokens_per_s", "mfu")
+    return () if one.get("shared") else ("tokens_per_s", "mfu", *TIMES)
 
 
 def plans(found: Mapping[str, Record]) -> Iterator[tuple[str, Record]]:
@@ -75,6 +78,14 @@ def traced_error(one: Record) -> float | None:
     """Of the trace's peak over the measured one, less 1; None without a trace."""
     found = one.get("traced", {}).get("traced_bytes")
     return None if found is None else found / one["peak_bytes"] - 1
+
+
+def time_error(one: Record) -> float | None:
+    """Of the planned step's seconds over the measured ones, less 1; None where they were not taken, or other
+    processes used the card."""
+    if not one.get("step_s") or one.get("shared"):
+        return None
+    return one["planned_step_s"] / one["step_s"] - 1
 
 
 def spread(errors: Sequence[float]) -> dict[str, Any]:

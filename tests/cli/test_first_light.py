@@ -195,6 +195,21 @@ def test_the_page_shows_faults_plots_and_what_others_published():
     assert "http" not in text
 
 
+def test_planned_seconds_of_a_step_stand_beside_measured_ones():
+    """0.3 of 0.4 seconds planned; beside other processes no time is compared."""
+    timed = {"peak_bytes": 100, "planned_error": 0.01, "planned_step_s": 0.3, "step_s": 0.4}
+    found = {"speed/a": timed, "speed/b": timed | {"shared": True}, "speed/c": timed | {"step_s": 0.2}}
+    reported = summary(found, [stage(name) for name in found], {"device": "none"})
+    assert reported["time"]["count"] == 2
+    assert reported["time"]["worst_error"] == pytest.approx(0.5)
+    assert reported["speed"]["speed/a"]["time_error"] == pytest.approx(-0.25)
+    assert reported["speed"]["speed/a"]["planned_step_s"] == 0.3
+    assert reported["speed"]["speed/b"]["time_error"] is None
+    text = page(found, reported)
+    assert "-25%: 0.300 of 0.400 s" in text
+    assert text.count("0.300 of") == 2
+
+
 @pytest.mark.parametrize(("adapter", "factor"), [(None, 6), ({"r": 4}, 4)])
 def test_mfu_counts_the_head_where_it_scores_and_attention_by_rows(
     adapter: object, factor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
