@@ -52,6 +52,7 @@ def _needs_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_rng_state()
     yield
     torch.set_rng_state(before)
+    torch.use_deterministic_algorithms(False)
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()

@@ -1,6 +1,7 @@
 """Whole runs on a GPU through the command line: every method, going on, verification, several GPUs."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +72,34 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, device: torch.device):
     parts = run(tmp_path / "parts", "sft", device, *words, "save.allow_changed_keys=[train.max_steps]")
     of = [[line["loss"] for line in reported if line["kind"] == "step"] for reported in (whole, parts)]
     assert of[1][-2:] == pytest.approx(of[0][-2:], rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_deterministic_run_is_the_same_twice_and_goes_on_to_the_bit(
+    method: str, dtype: str, tmp_path: Path, device: torch.device
+):
+    """With the attention that the plan chooses, whose backward pass adds up in no fixed order by itself."""
+    words = ("train.deterministic=true", f"model.dtype={dtype}", "save.every_steps=2", "train.max_steps=4")
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    losses = [losses_of(run(one, method, device, *words)) for one in (whole, again)]
+    assert losses[0] == losses[1]
+    expected = weights_of(whole)
+    assert weights_of(again) == expected
+    # As a run that was killed after its first checkpoint.
+    for folder in ("final", "checkpoints/step-000004"):
+        shutil.rmtree(again / folder)
+    (again / "final.json").unlink()
+    assert losses_of(run(again, method, device, *words)) == losses[0]
+    assert weights_of(again) == expected
+
+
+def losses_of(reported: list[dict]) -> list[float]:
+    return [line["loss"] for line in reported if line["kind"] == "step"]
+
+
+def weights_of(folder: Path) -> bytes:
+    return (folder / "final/model.safetensors").read_bytes()
 
 
 def test_a_plan_is_verified_on_this_card(plan_of: Callable[..., Plan], tmp_path: Path, device: torch.device):

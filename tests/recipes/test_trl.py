@@ -295,3 +295,9 @@ def test_the_page_of_trls_keys_is_up_to_date():
 def test_every_key_is_on_the_page():
     page = trl_page()
     assert [key for key in KEYS if f"| `{key}` |" not in page] == []
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_full_determinism_is_kept(is_asked: bool):
+    """On a GPU the same recipe gives the same bits only with it."""
+    assert recipe_of("sft", full_determinism=is_asked)[0].train.deterministic is is_asked

@@ -45,6 +45,10 @@ class Settings(Section):
     """Processes over all nodes (the world size)."""
     threads: Annotated[int, Mark("sums", "threads of the CPU hold no tensors")]
     """CPU threads of one process."""
+    deterministic: Annotated[
+        bool, Mark("sums", "which kernels sum in one order; they keep the same tensors")
+    ] = False
+    """Every sum has one order, or its operator raises."""
     context_parallel: Annotated[int, Mark("sums")] = 1
     """Processes that hold each row together, a slice each."""
     context_by: Annotated[Literal["all_gather", "ulysses"], Mark("sums")] = "all_gather"

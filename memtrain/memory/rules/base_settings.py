@@ -16,6 +16,7 @@ from memtrain.memory.rules.attention import AttentionChoice
 from memtrain.memory.rules.batching import Micro, decide_batch, micro_batch_candidates, refuse_uneven_groups
 from memtrain.memory.rules.compiled_layers import decide_compile
 from memtrain.memory.rules.context_parallel import refuse_attention, refuse_context, sharing_settings
+from memtrain.memory.rules.deterministic import decide_deterministic
 from memtrain.memory.rules.engines import first_form, refuse_engine
 from memtrain.memory.rules.kernels import decide_kernels
 from memtrain.memory.rules.ledger import (
@@ -86,6 +87,7 @@ def decide_base(ledger: DecisionLog, facts: PlannerInputs) -> tuple[Settings | N
             "attention": str(attention.backend),
             **decide_kernels(ledger, hardware, facts.shape, facts.config),
             "compiled": decide_compile(ledger, facts),
+            "deterministic": decide_deterministic(ledger, facts),
             "router_aux_loss_coef": router_weight,
             "router_replay": replays,
             "reference": decide_reference(ledger, passes=passes),

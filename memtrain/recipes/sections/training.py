@@ -33,7 +33,14 @@ class Train(Section):
     """Optimizer steps, in place of `epochs`."""
 
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of shuffling, sampling, dropout and random weights. The same seed gives the same run."""
+    """Seed of shuffling, sampling, dropout and random weights. The same seed gives the same run, on a GPU to
+    rounding (`deterministic`)."""
+
+    deterministic: bool = False
+    """Sums in one order, by torch's deterministic algorithms: on a GPU too the same recipe on the same
+    machine gives the same bits, and a killed run resumes bit for bit. Backward passes of attention are
+    slower, and what has no such kernels is refused: on a GPU completions (online methods, `eval.samples`,
+    `eval.metrics`) and layers with a state."""
 
     shuffle: bool = True
     """New order of the rows in every epoch."""

@@ -127,7 +127,7 @@ TRAINING: dict[str, Rule] = {
     ),
     "seed": RecipeKey("train.seed", 42),
     "data_seed": Unmapped("a separate data seed; `train.seed` seeds everything"),
-    "full_determinism": Automatic("the same recipe gives the same run"),
+    "full_determinism": RecipeKey("train.deterministic"),
     "gradient_checkpointing": RecipeKey("memory.activation_checkpointing", values=_ON),
     "gradient_checkpointing_kwargs": Automatic("the plan chooses how"),
     "activation_checkpointing": RecipeKey("memory.activation_checkpointing", values=_ON),

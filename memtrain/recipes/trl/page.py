@@ -38,7 +38,8 @@ What works differently:
 - **GKD** is `--method distill`. Its `beta` means the same here (0: forward KL, 1: reverse KL). Its
   `temperature` is that of the completions alone; `distill.temperature` is that of the loss, which TRL takes
   at 1. A share `lmbda` of the optimizer steps, and not of the micro-batches, learns from completions.
-- **Resuming** needs no flag: the same command continues the run, bit for bit.
+- **Resuming** needs no flag: the same command continues the run, bit for bit (on a GPU with
+  `train.deterministic`).
 """
 
 _GROUPS: tuple[tuple[str, Mapping[str, Rule]], ...] = (

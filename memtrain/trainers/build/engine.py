@@ -43,6 +43,7 @@ from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.allocator import use_expandable_segments
+from memtrain.trainers.runtime.one_order import sum_in_one_order
 from memtrain.trainers.runtime.ranks import Ranks, current_ranks
 from memtrain.trainers.runtime.weight_layout import WeightLayout
 
@@ -57,6 +58,8 @@ def make_accelerator(settings: Settings) -> Accelerator:
     Raises: LaunchError when another number of processes runs, or they would not exchange gradients.
     """
     torch.set_num_threads(settings.threads)
+    if settings.deterministic:
+        sum_in_one_order()
     if settings.device == "cuda":
         use_expandable_segments(settings.expandable_segments)
     accelerator = Accelerator(cpu=settings.device == "cpu", mixed_precision="no")

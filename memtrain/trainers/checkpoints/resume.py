@@ -49,6 +49,7 @@ RESOLVED_KEYS = (
     "model.liger",
     "train.batch_size",
     "train.batch_tokens",
+    "train.deterministic",
     "train.epochs",
     "train.max_steps",
     "train.micro_batch_size",
