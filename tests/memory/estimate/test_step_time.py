@@ -129,12 +129,14 @@ def test_compiled_layers_move_what_fused_kernels_move():
 
 def test_an_adapter_reads_its_inputs_and_moves_the_outputs_it_is_added_to():
     """Forward x, and the output read and written; backward the gradient twice, x, and its gradient there and
-    back. With dropout layers are PEFT's, whose product is written, scaled and added besides."""
+    back. With dropout layers are PEFT's, whose product is written, scaled and added besides, and whose part
+    of x's gradient is a tensor of its own, there and back."""
     one, two = (Adapter(r=8, alpha=16, target_modules=["q_proj", "v_proj"], dropout=d) for d in (0.0, 0.1))
     plain, peft = (Workload(Settings(**(BASE | {"adapter": it})), LLAMA8, BATCH) for it in (one, two))
     inputs, outputs = 2 * 4096, 4096 + 1024
     assert adapter_traffic(plain, 2) == 2 * 16384 * (2 * (inputs + 2 * outputs) + 2 * outputs + 3 * inputs)
-    assert adapter_traffic(peft, 2) - adapter_traffic(plain, 2) == 2 * 16384 * 2 * 4 * outputs
+    more = 2 * 16384 * (2 * 4 * outputs + 2 * inputs)
+    assert adapter_traffic(peft, 2) - adapter_traffic(plain, 2) == more
 
 
 def test_offloading_boundaries_hides_behind_computing_and_offloading_everything_does_not():
