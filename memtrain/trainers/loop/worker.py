@@ -311,7 +311,9 @@ def _watch(
         at = {"step": position.step, "phase": phase, "tokens": tokens}
         emit(MemoryEvent(**at, allocated=allocated, reserved=reserved, rss=rss))
 
-    weights, held = (resident([local_of(one) for one in of]) for of in (built.weights, built.held))
+    device, of_run = local_device(plan.settings), [local_of(one) for one in built.held]
+    # What waits on the host is in no GPU's memory.
+    held = resident([one for one in of_run if one.device.type == device.type])
     state = resident(
         [t for held in built.optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
     )
@@ -319,14 +321,14 @@ def _watch(
         # DeepSpeed's copies and buffers are there already, and it alone knows where.
         state = live_bytes() - held
     watch = MemoryWatch(
-        local_device(plan.settings),
+        device,
         held + state,
         note,
         is_on=plan.recipe.memory.measure_peaks,
         counting=counting_mode(in_shards=built.spread.is_sharded),
     )
     if watch.is_on and ranks.is_main:
-        note("load", weights, 0, psutil.Process().memory_info().rss)
+        note("load", held, 0, psutil.Process().memory_info().rss)
     return watch
 
 

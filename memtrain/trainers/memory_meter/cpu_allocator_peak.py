@@ -20,7 +20,7 @@ def allocator_peak(models: Sequence[nn.Module], work: Callable[[], Any]) -> int:
         for model in models
         for t in (*model.parameters(), *model.buffers())
     }
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         kept = work()
     del kept
     results: Any = profiled.profiler

@@ -77,7 +77,8 @@ class HostTime:
             # Kernels of the micro-batches before would be at work, and not seen.
             torch.cuda.synchronize(self.device)
         self._num_parts = num_parts
-        self._seen = profile(activities=[ProfilerActivity.CUDA if self._is_on_gpu else ProfilerActivity.CPU])
+        kind = ProfilerActivity.CUDA if self._is_on_gpu else ProfilerActivity.CPU
+        self._seen = profile(activities=[kind], acc_events=True)
         self._seen.start()
         self._started = time.perf_counter()
 

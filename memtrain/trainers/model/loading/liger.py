@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from types import FunctionType, MethodType
@@ -36,6 +37,8 @@ def apply_liger(model: PreTrainedModel, settings: Settings) -> None:
         raise LaunchError(
             f"liger-kernel {why}", "model.liger", f"pip install 'memtrain[liger]', or {instead}"
         )
+    # It warns of every back end of other vendors that is not installed.
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)
     from liger_kernel.transformers.monkey_patch import (  # pyright: ignore[reportMissingImports]
         MODEL_TYPE_TO_APPLY_LIGER_FN as PATCHES,
     )

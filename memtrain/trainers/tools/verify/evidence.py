@@ -280,7 +280,7 @@ def _kernels(side: Side) -> Iterator[list[str]]:
         yield found
         return
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         yield found
     spent = sorted(profile.key_averages(), key=lambda event: -event.device_time_total)
     found += [f"{event.key} x{event.count}" for event in spent[:MOST_KERNELS]]
