@@ -79,7 +79,11 @@ def kept_pins(asked: SourcedRecipe, settings: Settings) -> SourcedRecipe:
         wanted["cluster.threads"] = settings.threads
     if recipe.model.liger == "auto":
         wanted["model.liger"] = "on" if settings.liger else "off"
-    if recipe.model.kernels == "auto":
+    # `transformers` would take Triton's kernels of the loss out too; beside them it follows from the rest.
+    if recipe.model.kernels == "auto" and (settings.kernels, settings.loss_kernel) != (
+        "transformers",
+        "triton",
+    ):
         wanted["model.kernels"] = settings.kernels
     if recipe.model.compile == "auto":
         wanted["model.compile"] = "on" if settings.compiled else "off"

@@ -12,6 +12,7 @@ from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.length_profile import LengthProfile, LengthReport
 from memtrain.memory.plan.prompt_groups import PromptGroups
 from memtrain.memory.plan.units import GIB
+from memtrain.memory.planner.pinned_recipe import kept_pins
 from memtrain.memory.planner.resolve import PlannerInputs, Resolved, resolve
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.recipe import Recipe
@@ -121,6 +122,42 @@ def test_streamed_layers_take_an_attention_that_goes_in_slices():
     }
     assert {said: one.attention for said, one in taken.items()} == {"off": "flex", "on": "torch_efficient"}
     assert taken["on"].slice_tokens > 0
+
+
+@pytest.mark.parametrize("here", [(), ("triton",), ("triton", "liger_kernel")])
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"model__dtype": "float32"},
+        {"model__compile": "on"},
+        {"model__liger": "off"},
+        {"model__kernels": "transformers"},
+        {"model__kernels": "fused", "model__liger": "off"},
+        {"memory__streamed_layers": "on"},
+        {"memory__loss": "full"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+def test_a_run_that_goes_on_has_every_setting_that_it_had(family, said, here, monkeypatch):
+    """On a GPU kernels follow from packages and from one another: an H100 took others after a resumption.
+
+    But for the steps that are taken where memory runs out.
+    """
+    monkeypatch.setattr(
+        "memtrain.memory.rules.ledger.installed", lambda *names: frozenset(names) & frozenset(here)
+    )
+    config = CONFIG | {"model_type": family} | ({"hidden_act": "silu"} if family == "phi3" else {})
+    keys = {key.replace("__", "."): value for key, value in said.items()}
+    try:
+        settings = ask(Hardware.named("h100"), config=config, **said).settings
+    except RecipeError:
+        pytest.skip("no such run begins")
+    asked = kept_pins(SourcedRecipe(recipe_of(keys), lambda key: "default"), settings)
+    facts = ask(Hardware.named("h100"), config=config, **said).case.facts
+    found = resolve(asked, facts).settings
+    assert found.model_copy(update={"recovery": settings.recovery}) == settings
 
 
 def test_what_float16_cannot_be_with_is_computed_in_float32():
