@@ -8,6 +8,7 @@ from typing import Any
 
 from first_light.published import beside
 from first_light.summary import plans, said_of, time_error, traced_error
+from memtrain.memory.plan.units import signed
 from memtrain.trainers.pages.charts import Bar, Figure, bar_chart
 from memtrain.trainers.pages.page import render
 
@@ -32,7 +33,7 @@ def head(summed: Mapping[str, Any]) -> str:
     """Where it was measured, and how far the ladder came."""
     where, plan = summed["where"], summed["plan"]
     error = "not measured" if plan["median_error"] is None else f"{plan['median_error']:.1%}"
-    worst = "" if plan["worst_error"] is None else f", worst {plan['worst_error']:+.1%}"
+    worst = "" if plan["worst_error"] is None else f", worst {signed(plan['worst_error'])}"
     commits = ", ".join(where.get("commits", [str(where.get("commit"))]))
     return (
         f"{where.get('device')}, {where.get('date')}, commit {commits}: {summed['done']} of "
@@ -88,9 +89,9 @@ def error_plot(found: Mapping[str, Record]) -> Figure:
     bars: list[Bar] = []
     for name, one in plans(found):
         error, trace = one["planned_error"], traced_error(one)
-        bars.append(Bar(name, [("planned", abs(error), "c1")], f"{error:+.1%}"))
+        bars.append(Bar(name, [("planned", abs(error), "c1")], signed(error)))
         if trace is not None:
-            bars.append(Bar("", [("traced", abs(trace), "faint")], f"{trace:+.1%}"))
+            bars.append(Bar("", [("traced", abs(trace), "faint")], signed(trace)))
     title = "The planner: planned over measured peak, less 1"
     return Figure(title, bar_chart(bars, title, unit=("%", 0.01)), (("planned", "c1"), ("traced", "faint")))
 

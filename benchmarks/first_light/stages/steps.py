@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from first_light.bench import Bench, Planned
+from memtrain.memory.plan.units import signed
 from memtrain.trainers.tools.bench import Benched
 
 DATASHEET = {"h200": 989e12, "h100": 989e12, "a100": 312e12, "b200": 2250e12, "l4": 121e12, "4090": 165e12}
@@ -93,7 +94,7 @@ def measured_steps(bench: Bench, planned: Planned, steps: int) -> dict[str, Any]
     speed = {} if bench.device.is_shared else speed_of(planned, made, steps)
     said = [f"{speed['tokens_per_s']:,.0f} tokens/s"] if speed else []
     said.append(f"peak {bytes_text(made.peak_bytes)}")
-    said.append(f"plan {error:+.1%}" if compared else "not compared with the plan: a CPU is its own host")
+    said.append(f"plan {signed(error)}" if compared else "not compared with the plan: a CPU is its own host")
     said += [f"MFU {speed['mfu']:.2f}"] if speed.get("mfu") is not None else []
     return {
         "words": ", ".join(said),
