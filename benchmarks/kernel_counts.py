@@ -209,7 +209,7 @@ def micro_batch(form: dict[str, Any]) -> dict[str, Any]:
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         with_operator_rules(settings.device, skips_tiles=False),
-        as_fake_liger(settings, config),
+        as_fake_liger(settings),
         counted_launches(counter),
     ):
         with unset_fake_temporarily():
