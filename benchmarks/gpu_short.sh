@@ -23,9 +23,10 @@ tests() {
   mkdir -p "$made/tests"
   PYTHONPATH="$("$python" -c "import sys; sys.path[:0] = ['benchmarks']; from pathlib import Path
 from first_light.wheels import site_of; print(site_of(Path.cwd()) or '')"):${PYTHONPATH:-}" \
-    timeout $((until - SECONDS)) "$python" -m pytest tests/gpu -m gpu -n 6 --tb=short -p no:cacheprovider -rfEs \
+    timeout $((until - SECONDS)) "$python" -m pytest tests/gpu -m gpu -n 6 -vv --tb=short -p no:cacheprovider -rfEs \
     --durations=15 -o timeout=120 >"$made/tests/log.txt" 2>&1
-  tail -n 20 "$made/tests/log.txt" | sed "s/^/[tests] /"
+  grep -E "\] (FAILED|ERROR) " "$made/tests/log.txt" | sort -u | sed "s/^/[tests] /"
+  tail -n 1 "$made/tests/log.txt" | sed "s/^/[tests] /"
 }
 ladder machine machine
 pack
