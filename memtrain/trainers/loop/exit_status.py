@@ -12,13 +12,15 @@ from memtrain.memory.plan.units import gib
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.report.final_status import record_end
+from memtrain.trainers.runtime.one_order import refusal_of, unordered_operator
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 from memtrain.trainers.runtime.ranks import Ranks
 
 
 @contextmanager
 def record_exit(folder: RunFolder, ranks: Ranks, position: TrainState) -> Iterator[None]:
-    """Keep the run's status, and write its report at the end; torch's own out-of-memory error becomes ours.
+    """Keep the run's status, and write its report at the end; torch's own errors of memory, and of sums
+    without an order, become ours.
 
     Raises: whatever is raised inside.
     """
@@ -30,7 +32,7 @@ def record_exit(folder: RunFolder, ranks: Ranks, position: TrainState) -> Iterat
     if ranks.is_main:
         folder.write_status(RunState.RUNNING, position.step)
     try:
-        with _out_of_memory_in_words(folder, position):
+        with _in_words(folder, position):
             yield
     except Exception as error:
         end(*_state_of(error))
@@ -52,10 +54,12 @@ def _state_of(error: Exception) -> tuple[RunState, str]:
 
 
 @contextmanager
-def _out_of_memory_in_words(folder: RunFolder, position: TrainState) -> Iterator[None]:
+def _in_words(folder: RunFolder, position: TrainState) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        if operator := unordered_operator(error):
+            raise refusal_of(operator) from error
         if not is_out_of_memory(error):
             raise
         held = f", with {gib(torch.cuda.memory_allocated())} held" if torch.cuda.is_available() else ""

@@ -11,6 +11,8 @@ import os
 import torch
 import torch.utils.deterministic
 
+from memtrain.errors import LaunchError
+
 WORKSPACE, TWO_BUFFERS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 """Variable that lets cuBLAS sum in one order, read when CUDA starts, and its value.
 
@@ -24,3 +26,19 @@ def sum_in_one_order() -> None:
     torch.use_deterministic_algorithms(True)
     # torch would fill every empty tensor with NaN beside: time, and no number that depends on it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def unordered_operator(error: Exception) -> str:
+    """Operator that has no kernel which sums in one order, of the error that torch raises for it; empty for
+    every other error."""
+    operator, found, _ = str(error).partition(" does not have a deterministic implementation")
+    return operator.strip() if found else ""
+
+
+def refusal_of(operator: str) -> LaunchError:
+    """Error for a run that asks for one order of sums and uses the operator."""
+    return LaunchError(
+        f"torch has no kernel of {operator} that adds up in one order on this device",
+        "train.deterministic",
+        "set train.deterministic: false; the run goes on from its last checkpoint, equal to rounding",
+    )

@@ -9,7 +9,7 @@ import torch.utils.deterministic as filling
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.build.engine import make_accelerator
-from memtrain.trainers.runtime.one_order import WORKSPACE
+from memtrain.trainers.runtime.one_order import WORKSPACE, refusal_of, unordered_operator
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +30,13 @@ def test_the_accelerator_turns_them_on_where_the_plan_says_so(is_asked: bool):
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ.get(WORKSPACE) == (":4096:8" if is_asked else None)
     assert filling.fill_uninitialized_memory is not is_asked
+
+
+def test_an_operator_without_an_order_is_named_with_the_way_out():
+    """In torch's words for a sum over the vocabulary."""
+    said = "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_...'"
+    assert unordered_operator(RuntimeError(said)) == "cumsum_cuda_kernel"
+    assert unordered_operator(RuntimeError("CUDA out of memory")) == ""
+    text = refusal_of("cumsum_cuda_kernel").text()
+    assert "no kernel of cumsum_cuda_kernel" in text
+    assert "train.deterministic: false" in text
