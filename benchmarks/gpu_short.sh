@@ -11,12 +11,12 @@ cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd) seconds=$2 made=$(mktemp -d)
 shift 2
 end=$((SECONDS + seconds)) until=$((SECONDS + ${TOGETHER_S:-$((seconds / 2))})) python=${PYTHON:-python3}
-pack() { tar -czf "$out/ladder.tmp" -C "$made" --exclude=work . && mv "$out/ladder.tmp" "$out/ladder.tgz"; }
+pack() { tar -czf "$out/ladder.tmp" -C "$made" --exclude=models . && mv "$out/ladder.tmp" "$out/ladder.tgz"; }
 ladder() { # NAME STAGE...; `shared` says whether others run beside it
   local name=$1 words=()
   shift
   read -ra words <<<"${GPU_WORDS:-} ${shared:+--shared}"
-  "$python" benchmarks/gpu.py --out "$made/$name" --work "$made/work/$name" --limit-s $((until - SECONDS)) \
+  "$python" benchmarks/gpu.py --out "$made/$name" --work "$made/models/$name" --limit-s $((until - SECONDS)) \
     --commit "${COMMIT:-}" --traces later --only "$@" "${words[@]}" 2>&1 | sed -u "s/^/[$name] /"
 }
 tests() {

@@ -13,7 +13,6 @@ Source: torch.use_deterministic_algorithms and torch.utils.deterministic in torc
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -21,13 +20,12 @@ from typing import Any, TypeVar
 import torch
 
 from first_light.bench import Bench
+from memtrain.trainers.runtime.one_order import unordered_operator
 
 STEPS = 3
 CLOSE = 2e-2
 """Largest difference of losses in bfloat16 that rounding explains over three steps; what is bit for bit is
 distinguished by `is_equal`. Taste."""
-NO_FORM = re.compile(r"(\S+) does not have a deterministic implementation")
-"""What torch says of an operator; its name comes first."""
 Made = TypeVar("Made")
 
 
@@ -48,11 +46,11 @@ def in_one_form(runs: Callable[[], Made]) -> tuple[Made, str | None]:
         with deterministic(is_strict=True):
             return runs(), None
     except RuntimeError as error:
-        named = NO_FORM.search(str(error))
-        if named is None:
+        unordered = unordered_operator(error)
+        if not unordered:
             raise
     with deterministic(is_strict=False):
-        return runs(), named[1]
+        return runs(), unordered
 
 
 def losses_of(bench: Bench, overrides: Sequence[str]) -> tuple[list[float], list[str]]:

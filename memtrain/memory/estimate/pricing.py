@@ -242,8 +242,8 @@ def typical_micro_batch(settings: Settings, facts: PlannerInputs) -> tuple[Heavi
     tokens = max(1, round(own_rows * mean / num_micro_batches))
     longest = profile.longest[0] if profile.longest else 1
     rows = max(1, -(-own_rows // num_micro_batches))
-    batch = HeaviestBatch(rows, tokens, tokens, min(longest, max(round(mean), 1)))
-    batch = batch._replace(attended_tokens=profile.attended_tokens)
+    attended = profile.attended_tokens
+    batch = HeaviestBatch(rows, tokens, tokens, min(longest, max(round(mean), 1)), attended_tokens=attended)
     return _taught(settings, facts, batch), num_micro_batches
 
 

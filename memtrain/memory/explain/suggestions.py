@@ -12,8 +12,9 @@ from memtrain.memory.model_shape.shape import MLP_NAMES, ModelShape
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib
+from memtrain.memory.rules.attention import MERGED
 from memtrain.memory.rules.context_parallel import PATH as CONTEXT
-from memtrain.memory.rules.context_parallel import SLICED, held_by, row_multiple
+from memtrain.memory.rules.context_parallel import held_by, row_multiple
 from memtrain.memory.rules.precision import WITHOUT_COPIES
 from memtrain.recipes.sections.model import Adapter
 
@@ -141,7 +142,7 @@ def _without_experts(settings: Settings, shape: ModelShape) -> Iterator[Change]:
 
 def _slices(settings: Settings) -> Iterator[Change]:
     """Rows held by two or more of the processes that the run has anyway."""
-    if settings.context_parallel > 1 or settings.attention not in SLICED or settings.loss == "liger":
+    if settings.context_parallel > 1 or settings.attention not in MERGED or settings.loss == "liger":
         return
     for size in (2, 4, 8):
         if settings.num_processes % size == 0:

@@ -243,21 +243,29 @@ SMI_COLUMNS = "index,uuid,name,memory.total,memory.free,compute_cap"
 
 
 def _visible_cards() -> list[tuple[str, int, int, tuple[int, int]]]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    if shutil.which("nvidia-smi") is None:
         return list(_cards_of_torch(sys.executable)) if DRIVER.exists() else []
     # Drivers before 470 do not know memory.reserved, and answer nothing where they are asked for it.
     for columns in (f"{SMI_COLUMNS},memory.reserved", SMI_COLUMNS):
-        asked = subprocess.run(
-            [program, f"--query-gpu={columns}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=20,
-        )
-        if asked.returncode == 0:
-            return parse_smi(asked.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        said = said_by_smi(columns)
+        if said is not None:
+            return parse_smi(said, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return []
+
+
+def said_by_smi(columns: str) -> str | None:
+    """Columns of nvidia-smi, a line for each card; None where it is not there or does not know one."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    asked = subprocess.run(
+        [program, f"--query-gpu={columns}", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=20,
+    )
+    return asked.stdout if asked.returncode == 0 else None
 
 
 DRIVER = Path("/dev/nvidiactl")

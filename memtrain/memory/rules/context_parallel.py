@@ -14,8 +14,6 @@ from memtrain.recipes.recipe import Recipe
 
 PATH = "cluster.context_parallel"
 
-SLICED = MERGED
-"""Back ends that attend over slices of a row."""
 
 NOT_WITH_LIGER = "Liger's loss is untested on slices of rows"
 
@@ -96,13 +94,13 @@ def _refuse_heads(ledger: DecisionLog, size: int, num_heads: int, num_key_heads:
 
 def refuse_attention(ledger: DecisionLog, choice: AttentionChoice) -> None:
     """Note a back end that cannot attend over slices, with the reason why no other is taken."""
-    if ledger.asked.recipe.cluster.sharing == 1 or choice.backend in SLICED:
+    if ledger.asked.recipe.cluster.sharing == 1 or choice.backend in MERGED:
         return
-    others = "; ".join(f"{backend}: {why}" for backend, why in choice.refused if backend in SLICED)
+    others = "; ".join(f"{backend}: {why}" for backend, why in choice.refused if backend in MERGED)
     ledger.refuse(
         f"{PATH} with {choice.backend} attention: {NOT_SLICED}{f' ({others})' if others else ''}",
         "model.attention" if ledger.asked.is_set("model.attention") else PATH,
-        f"use {', '.join(SLICED)} attention, or set {PATH}: 1",
+        f"use {', '.join(MERGED)} attention, or set {PATH}: 1",
     )
 
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.attention import MERGED
 from memtrain.memory.rules.batching import Micro
 from memtrain.memory.rules.ledger import DecisionLog, streams
-from memtrain.memory.rules.streamed_layers import STREAMED
 
 RecoveryStep = Literal["split", "slices", "checkpointing", "offloading", "loss_tile", "weights"]
 
@@ -79,7 +79,7 @@ def decide_recovery(
         ledger.decide("oom_recovery", "off", why, "memory.oom_recovery")
         return ()
     impossible: set[RecoveryStep] = {"split"} if recipe.ranks_the_batch else set()
-    can_slice = settings.attention in STREAMED and settings.quantize != "8bit" and not settings.compiled
+    can_slice = settings.attention in MERGED and settings.quantize != "8bit" and not settings.compiled
     if not can_slice:
         impossible.add("slices")
     if not can_move_weights:

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from memtrain.memory.rules.attention import NOT_SLICED, AttentionChoice, model_facts
-from memtrain.memory.rules.context_parallel import SLICED
+from memtrain.memory.rules.attention import MERGED, NOT_SLICED, AttentionChoice, model_facts
 from memtrain.memory.rules.ledger import DecisionLog, streams
 
 PATH = "memory.streamed_layers"
-
-STREAMED = SLICED
-"""Back ends that attend from a slice to the keys before it."""
 
 OF_ALL_TOKENS = (
     "LLM.int8 chooses the columns that stay in half precision from all tokens of a call, so the choice "
@@ -44,13 +40,13 @@ def refuse_streaming(
     recipe = ledger.asked.recipe
     if not streams(recipe):
         return
-    if choice.backend not in STREAMED:
-        others = "; ".join(f"{backend}: {why}" for backend, why in choice.refused if backend in STREAMED)
+    if choice.backend not in MERGED:
+        others = "; ".join(f"{backend}: {why}" for backend, why in choice.refused if backend in MERGED)
         ledger.refuse(
             f"streamed layers under {choice.backend} attention: {NOT_SLICED}"
             f"{f' ({others})' if others else ''}",
             PATH,
-            f"take {', '.join(STREAMED)} attention, or set {PATH}: off",
+            f"take {', '.join(MERGED)} attention, or set {PATH}: off",
         )
     mixed = mixing_layers(config)
     if mixed is not None:

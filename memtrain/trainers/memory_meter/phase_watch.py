@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
-from memtrain.trainers.memory_meter.workspaces import workspace_bytes
+from memtrain.trainers.memory_meter.workspaces import begin_peak, peak_of_tensors
 
 WATCHED_STEPS = 2
 """First steps whose tensors are counted one by one on a CPU; after these, only heavier ones."""
@@ -94,10 +94,9 @@ class MemoryWatch:
 
     @contextmanager
     def _cuda_phase(self, name: str, step: StepWeight | None) -> Iterator[None]:
-        workspaces = workspace_bytes(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
+        begin_peak(self.device)
         yield
-        allocated = torch.cuda.max_memory_allocated(self.device) - workspaces
+        allocated = peak_of_tensors(self.device)
         self._note(name, allocated, torch.cuda.max_memory_reserved(self.device), step)
 
     def _note(self, name: str, allocated: int, reserved: int, step: StepWeight | None) -> None:

@@ -25,3 +25,14 @@ def workspace_bytes(device: torch.device) -> int:
     del square
     torch.cuda.synchronize(device)
     return max(0, torch.cuda.memory_allocated(device) - before)
+
+
+def begin_peak(device: torch.device) -> None:
+    """Start of a new peak of a CUDA device; the workspaces are there before it."""
+    workspace_bytes(device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_of_tensors(device: torch.device) -> int:
+    """Bytes of the highest sum of tensors on a CUDA device since `begin_peak`."""
+    return torch.cuda.max_memory_allocated(device) - workspace_bytes(device)

@@ -32,7 +32,7 @@ def unordered_operator(error: Exception) -> str:
     """Operator that has no kernel which sums in one order, of the error that torch raises for it; empty for
     every other error."""
     operator, found, _ = str(error).partition(" does not have a deterministic implementation")
-    return operator.strip() if found else ""
+    return operator.split()[-1] if found else ""
 
 
 def refusal_of(operator: str) -> LaunchError:

@@ -31,7 +31,7 @@ from memtrain.trainers.build.engine import make_accelerator
 from memtrain.trainers.loop.oom.heaviest_batch import longest_together, step_of
 from memtrain.trainers.loop.oom.preflight_online import made_up_rollout
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak, resident
-from memtrain.trainers.memory_meter.workspaces import workspace_bytes
+from memtrain.trainers.memory_meter.workspaces import begin_peak, peak_of_tensors
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
@@ -73,9 +73,8 @@ def bench(plan: Plan, num_steps: int) -> Benched:
     stepper = Stepper(plan, built, online_source(plan, built, Rollouts()))
     held = resident(built.held)
     is_cuda = device.type == "cuda"
-    workspaces = workspace_bytes(device)
     if is_cuda:
-        torch.cuda.reset_peak_memory_stats(device)
+        begin_peak(device)
     counted = None if is_cuda else TensorPeak()
     with counted or nullcontext():
         first = [stepper.step(number) for number in range(WARM_STEPS)]
@@ -84,7 +83,7 @@ def bench(plan: Plan, num_steps: int) -> Benched:
         heaviest = try_heaviest(stepper, step=WARM_STEPS + num_steps)
     counted_bytes = counted.peak_bytes if counted is not None else 0
     return Benched(
-        peak_bytes=torch.cuda.max_memory_allocated(device) - workspaces if is_cuda else held + counted_bytes,
+        peak_bytes=peak_of_tensors(device) if is_cuda else held + counted_bytes,
         reserved_bytes=torch.cuda.max_memory_reserved(device) if is_cuda else 0,
         rss_bytes=max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - imported),
         tokens=sum(one.num_tokens for one in timed),

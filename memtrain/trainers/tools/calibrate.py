@@ -2,13 +2,11 @@
 
 On a CPU: one thread's matrix products and memory, the allocator's granularity, the bytes of a process that
 has loaded what a run loads. On a GPU besides: context, workspaces, pinned copies, launches, a communicator,
-and the scratch of single kernels. The part for GPUs was never run on one.
+and the scratch of single kernels.
 """
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -20,6 +18,7 @@ import torch.nn.functional as F
 
 from memtrain.errors import LaunchError
 from memtrain.memory.hardware.calibration import Measured, versions
+from memtrain.memory.hardware.devices import said_by_smi
 from memtrain.memory.plan.units import GIB, MIB, gib
 
 Kind = Literal["cpu", "cuda"]
@@ -150,17 +149,8 @@ def of_gpu(name: str) -> Measured:
 
 def in_use() -> Mapping[str, int]:
     """Bytes in use on each GPU by its UUID, as the driver says; none where nvidia-smi is not there."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return {}
-    asked = subprocess.run(
-        [program, "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=20,
-    )
-    rows = (line.split(",") for line in asked.stdout.splitlines() if line.count(",") == 1)
+    said = said_by_smi("uuid,memory.used") or ""
+    rows = (line.split(",") for line in said.splitlines() if line.count(",") == 1)
     return {uuid.strip(): int(used) * MIB for uuid, used in rows if used.strip().isdigit()}
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build.bare_steps import Stepper
 from memtrain.trainers.build.components import build
 from memtrain.trainers.build.engine import make_accelerator
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak, resident
-from memtrain.trainers.memory_meter.workspaces import workspace_bytes
+from memtrain.trainers.memory_meter.workspaces import begin_peak, peak_of_tensors
 from memtrain.trainers.model.loading.load import local_device
 
 
@@ -39,12 +37,11 @@ def measure(plan: Plan, *, steps: int = 2) -> Measured:
     device = local_device(plan.settings)
     stepper = Stepper(plan, built)
     before = resident(built.held)
-    workspaces = workspace_bytes(device)
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        begin_peak(device)
     with TensorPeak() as counted:
         made = [stepper.step(number) for number in range(steps)]
     accelerator.end_training()
-    on_device = torch.cuda.max_memory_allocated(device) - workspaces if device.type == "cuda" else 0
+    on_device = peak_of_tensors(device) if device.type == "cuda" else 0
     last = made[-1]
     return Measured(on_device or before + counted.peak_bytes, last.seconds, last.num_tokens, last.loss)

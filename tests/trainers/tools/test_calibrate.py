@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from memtrain.errors import LaunchError
+from memtrain.memory.hardware import devices
 from memtrain.memory.plan.units import MIB
 from memtrain.trainers.tools import calibrate
 
@@ -27,10 +28,11 @@ def test_products_are_timed_on_random_numbers(monkeypatch: pytest.MonkeyPatch):
 
 def test_what_the_driver_says_is_in_use_is_read_by_card(monkeypatch: pytest.MonkeyPatch):
     said = "GPU-12ab, 43478\nGPU-34cd, [N/A]\n\n"
-    monkeypatch.setattr(calibrate.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(calibrate.subprocess, "run", lambda *words, **how: SimpleNamespace(stdout=said))
+    monkeypatch.setattr(devices.shutil, "which", lambda name: f"/bin/{name}")
+    answer = SimpleNamespace(stdout=said, returncode=0)
+    monkeypatch.setattr(devices.subprocess, "run", lambda *words, **how: answer)
     assert calibrate.in_use() == {"GPU-12ab": 43478 * MIB}
-    monkeypatch.setattr(calibrate.shutil, "which", lambda name: None)
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
     assert calibrate.in_use() == {}
 
 

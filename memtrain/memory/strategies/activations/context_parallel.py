@@ -14,8 +14,8 @@ DeepSpeed Ulysses, arXiv:2309.14509, section 3.1 (heads).
 from __future__ import annotations
 
 from memtrain.memory.plan.engine_kinds import ZERO
-from memtrain.memory.rules.attention import NOT_SLICED
-from memtrain.memory.rules.context_parallel import NOT_WITH_LIGER, SLICED, context_faults
+from memtrain.memory.rules.attention import MERGED, NOT_SLICED
+from memtrain.memory.rules.context_parallel import NOT_WITH_LIGER, context_faults
 from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext
 
 
@@ -43,7 +43,7 @@ STRATEGY = Strategy(
         Conflict(
             "attention that is flex or transformers",
             NOT_SLICED,
-            when=lambda settings: settings.attention not in SLICED,
+            when=lambda settings: settings.attention not in MERGED,
         ),
         Conflict("liger_loss", NOT_WITH_LIGER),
         Conflict(

@@ -15,14 +15,13 @@ Source: StreamBP, arXiv:2506.03077; bytes of a layer: memtrain/memory/estimate/s
 from __future__ import annotations
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.rules.attention import NOT_SLICED
+from memtrain.memory.rules.attention import MERGED, NOT_SLICED
 from memtrain.memory.rules.compiled_layers import IN_PARTS
 from memtrain.memory.rules.streamed_layers import (
     BY_HEADS,
     BY_MODULE,
     ENGINES,
     OF_ALL_TOKENS,
-    STREAMED,
     mixing_layers,
 )
 from memtrain.memory.strategies.base import Conflict, Strategy, StrategyContext, StrategyRequest, Updates
@@ -80,7 +79,7 @@ STRATEGY = Strategy(
         Conflict(
             "attention that is flex or transformers",
             NOT_SLICED,
-            when=lambda settings: settings.attention not in STREAMED,
+            when=lambda settings: settings.attention not in MERGED,
         ),
         Conflict(
             "context parallelism by heads",

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from memtrain.memory.estimate.flash_scratch import Call, flash_bytes, hopper_bytes
+from memtrain.trainers.losses.head.fused_tiles import is_fused
 from memtrain.trainers.losses.head.spans import logit_spans
 from memtrain.trainers.losses.head.tiles import LogitRule, ScoreOptions, TileScores, empty_scores
 from memtrain.trainers.tools.trace.fake_host import HOST
@@ -213,7 +214,7 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
         undo.append(_replaced(tiles, "sums_half_in_fp32", lambda device, dtype: True))
         undo.append(_replaced(products, "_multiply_", _kernel_without_temporaries))
         for module in (gradients, linear_nll, linear_recompute):
-            undo.append(_replaced(module, "is_fused", _takes_tritons_kernels))
+            undo.append(_replaced(module, "is_fused", _is_fused_on_cuda))
         for module in (gradients, linear_nll):
             undo.append(_replaced(module, "fused_gradient_", _gradient_in_place))
         for module in (linear_nll, linear_recompute):
@@ -247,8 +248,8 @@ def _kernel_without_temporaries(out: Tensor, left: Tensor, right: Tensor, *, add
     out.add_(1.0)
 
 
-def _takes_tritons_kernels(rule: LogitRule, wide: torch.dtype, device: torch.device) -> bool:
-    return rule.kernel == "triton" and rule.softcap is None and wide == torch.float32
+def _is_fused_on_cuda(rule: LogitRule, wide: torch.dtype, device: torch.device) -> bool:
+    return is_fused(rule, wide, torch.device("cuda"))
 
 
 def _scores_without_temporaries(tile_TV: Tensor, targets_T: Tensor, options: ScoreOptions) -> TileScores:
