@@ -51,7 +51,7 @@ class SegmentLoop:
     ) -> tuple[Tensor, Tensor]:
         """See `two_part.Kernel`."""
         T, H, _ = query_THD.shape
-        calls = cls._calls(query_THD, key_TKD, part)
+        calls = cls.calls_of(query_THD, key_TKD, part)
         given = zip(calls.queries(query_THD), calls.keys(key_TKD), calls.keys(value_TKD), strict=True)
         if calls.is_one:
             out_SHLD, lse_SHL = cls.attended(*next(given), is_causal=part.is_causal, scale=scale)
@@ -78,7 +78,7 @@ class SegmentLoop:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `two_part.Kernel`."""
-        calls = cls._calls(query_THD, key_TKD, part)
+        calls = cls.calls_of(query_THD, key_TKD, part)
         given = zip(
             *(calls.queries(one) for one in (grad_THD, query_THD)),
             *(calls.keys(one) for one in (key_TKD, value_TKD)),
@@ -100,7 +100,8 @@ class SegmentLoop:
         return dq_THD, dk_TKD, dv_TKD
 
     @classmethod
-    def _calls(cls, query_THD: Tensor, key_TKD: Tensor, part: Part) -> SegmentCalls:
+    def calls_of(cls, query_THD: Tensor, key_TKD: Tensor, part: Part) -> SegmentCalls:
+        """Calls by which a part of a row is attended to."""
         num_folded = 1 if cls.shares_keys(query_THD.dtype) else query_THD.shape[1] // key_TKD.shape[1]
         return segment_calls(part.query_bounds, part.key_bounds, num_folded)
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout, shared_layout
-from memtrain.trainers.model.attention.torch_cpu import TorchCpu
-from memtrain.trainers.model.attention.two_part import attend_by
+from memtrain.trainers.model.attention.torch_cpu import TorchCpu, attend
+from memtrain.trainers.model.attention.two_part import RowAttention, attend_by
 
 HEADS = {"own keys": (4, 4), "shared keys": (6, 2)}
 LENGTHS = {
@@ -44,8 +44,12 @@ def row_of(layout: Layout, heads: tuple[int, int], dtype: torch.dtype) -> list[T
 
 def results(kernel: Any, layout: Layout, row: list[Tensor]) -> list[Tensor]:
     """Output and gradients of query, key and value."""
+    return results_of(attend_by(kernel), layout, row)
+
+
+def results_of(attention: RowAttention, layout: Layout, row: list[Tensor]) -> list[Tensor]:
     query, key, value = (one.clone().requires_grad_() for one in row[:3])
-    out = attend_by(kernel)(query, key, value, layout, 0.25)
+    out = attention(query, key, value, layout, 0.25)
     return [out.detach(), *torch.autograd.grad(out, [query, key, value], row[3])]
 
 
@@ -65,6 +69,30 @@ def test_a_call_of_many_segments_gives_the_bits_of_each_alone(lengths: str, dtyp
     alone = [results(TorchCpu, packed_layout([len(part[0])]), list(part)) for part in parts]
     for whole, *segments in zip(found, *alone, strict=True):
         assert torch.equal(whole, torch.cat(segments))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_the_derivative_by_torch_is_the_one_of_two_parts(lengths: str, dtype: torch.dtype, heads: str):
+    """To the bit; torch's own is taken where one call gives the row."""
+    layout = packed_layout(LENGTHS[lengths][0])
+    row = row_of(layout, HEADS[heads], dtype)
+    for found, own in zip(results_of(attend, layout, row), results(TorchCpu, layout, row), strict=True):
+        assert torch.equal(found, own)
+    out = attend(*(one.requires_grad_() for one in row[:3]), layout, 0.25)
+    is_one = lengths.startswith("one") and (dtype == torch.float32 or heads == "own keys")
+    assert ("TwoPart" in names_of(out)) is not is_one
+
+
+def names_of(out: Tensor) -> str:
+    """Names of the nodes that made a tensor."""
+    nodes, seen = [out.grad_fn], ""
+    while nodes:
+        if (node := nodes.pop()) is not None:
+            seen += node.name()
+            nodes += [before for before, _ in node.next_functions]
+    return seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
