@@ -54,8 +54,8 @@ def test_the_share_of_a_step_in_which_the_gpu_waited_is_told(tmp_path: Path, dev
 def test_micro_batches_wait_in_pinned_memory(plan_of: Callable[..., Plan], cuda: torch.device):
     """Pinned by a thread, and the same numbers on the GPU."""
     feed = build(plan_of("sft")).train
-    ahead, sequences = BatchesAhead(), np.array([0, 1])
-    ahead.begin(feed, sequences, cuda)
+    ahead, sequences = BatchesAhead(is_on=True), np.array([0, 1])
+    ahead.begin(feed, sequences)
     made = ahead.take(feed, sequences)
     assert ahead.num_taken == 1
     assert isinstance(made, MicroBatch)

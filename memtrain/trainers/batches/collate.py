@@ -93,8 +93,9 @@ def lay_end_to_end(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None
         lengths.append(padding)
     layout = packed_layout(lengths)
     input_T = torch.from_numpy(ids.astype(np.int64))
-    predicted_N = layout.predicted_rows
-    scored_N = predicted_N[torch.from_numpy(loss_tokens)[predicted_N]]
+    # No token predicts the first of a segment.
+    loss_tokens[list(layout.within.query_bounds[:-1])] = False
+    scored_N = torch.from_numpy(np.flatnonzero(loss_tokens))
     return MicroBatch(
         input_ids=input_T[None],
         position_ids=layout.position_ids,

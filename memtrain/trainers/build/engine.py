@@ -40,6 +40,7 @@ from memtrain.trainers.model.loading.sharded_load import fill_rows, is_empty
 from memtrain.trainers.optim.in_backward import InBackward
 from memtrain.trainers.optim.loss_scaling import LossScaling
 from memtrain.trainers.optim.step import DistributedStep
+from memtrain.trainers.optim.wide_sums import summing_wide
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.allocator import use_expandable_segments
@@ -196,7 +197,7 @@ def make_engine(parts: StepParts, settings: Settings, max_grad_norm: float | Non
     if settings.in_backward:
         return InBackward(parts.optimizer, list(parts.trained.values())).engine()
     if settings.num_processes == 1:
-        return DistributedStep()
+        return DistributedStep(begin=summing_wide(parts.trained.values()))
     if settings.engine == "fsdp2":
         return shard_engine(parts.scorer, parts.trained)
     if isinstance(parts.optimizer, ZeroOptimizer):

@@ -64,14 +64,14 @@ class Run:
     """Recovery when memory runs out."""
     post_mortem: Callable[[Exhausted], MemtrainError]
     """Explains the end of a run, and the changes that would avoid it."""
+    ahead: BatchesAhead
+    """Makes the next micro-batch while one is worked on."""
     judge: Callable[[], EvalEvent] | None = None
     """Measures on the held-out rows in place of the loss."""
     sample: Callable[[int], SampleEvent] | None = None
     """Completions of fixed prompts after a step, which move nothing."""
     metrics: Callable[[], dict[str, float]] | None = None
     """Metrics of completions of held-out prompts, beside the loss."""
-    ahead: BatchesAhead = field(default_factory=BatchesAhead)
-    """Makes the next micro-batch while one is worked on."""
     position: TrainState = field(default_factory=TrainState)
     started: float = field(default_factory=time.time)
     """Seconds since 1970."""
@@ -147,9 +147,11 @@ def _work(run: Run, step: int) -> StepWork:
 
 
 def _work_after(run: Run, work: StepWork) -> StepWork | None:
-    """Work of the next step, whose first micro-batch is made during this one; None where it is not known."""
+    """Work of the next step, whose first micro-batch is made during this one; None where none is, or it is
+    not known yet."""
     run.ahead.after_step = None
-    if not isinstance(run.steps, Steps) or work.step + 1 >= run.plan.settings.max_steps:
+    is_known = isinstance(run.steps, Steps) and work.step + 1 < run.plan.settings.max_steps
+    if not (run.ahead.is_on and is_known):
         return None
     coming = _work(run, work.step + 1)
     first = run.recovery.divide(run.steps.feed, coming.micro_batches[:1])
@@ -333,7 +335,7 @@ def _on_device(run: Run, parts: Sequence[Part], cursor: Cursor) -> Iterator[Any]
         cursor.at = number
         micro_batch = run.ahead.take(run.steps.feed, part.sequences)
         if following is not None:
-            run.ahead.begin(run.steps.feed, following, run.device)
+            run.ahead.begin(run.steps.feed, following)
         yield micro_batch.to(run.device)
 
 

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from memtrain.errors import EXIT_OUR_FAULT, Interrupted, LaunchError, MemtrainError, printable
 from memtrain.memory.plan.plan import Plan, PreparedSplit, read_plan
 from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.batches.ahead import BatchesAhead
 from memtrain.trainers.build.components import Built, build, has_dropout
 from memtrain.trainers.build.engine import (
     begin,
@@ -125,6 +126,7 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
             saver=_open_saver(stack, plan, folder, built, ranks, sinks, online),
             recovery=recovery,
             post_mortem=_explained(plan, recovery, built, position),
+            ahead=BatchesAhead(is_on=plan.settings.device == "cuda"),
             judge=online.evaluate if online is not None else None,
             sample=partial(sampled, writer) if writer is not None and plan.recipe.eval.samples else None,
             metrics=open_metrics(plan, writer, ranks),

@@ -9,6 +9,10 @@ of the buckets that are done when they break off.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,44 +24,49 @@ ATTEMPTS = 3
 """A second attempt frees the stepped weights' gradients and the allocator's blocks; a third, in case the
 memory was another process's. Taste."""
 
+Gradients = list[tuple[Tensor, Tensor]]
+"""Parameters with their gradients."""
+
 
 def step_whole(optimizer: Optimizer) -> None:
     """Make an optimizer step, group by group; the gradients of a group are freed when it is done.
 
     Raises: OutOfMemory when memory runs out again and again: some weights are then a step ahead of others.
     """
-    groups: list[dict[Tensor, Tensor]] = [
-        {parameter: parameter.grad for parameter in group["params"] if parameter.grad is not None}
+    groups: list[Gradients] = [
+        [(parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None]
         for group in optimizer.param_groups
     ]
-    for parameter in (one for gradients in groups for one in gradients):
-        parameter.grad = None
+    _take_away(chain(*groups))
+    if _allocates_nothing(optimizer):
+        # All at once: a call for each group is 0.2 ms of host time.
+        groups = [list(chain(*groups))]
     while groups:
         _step_group(optimizer, groups.pop(0))
 
 
-def _step_group(optimizer: Optimizer, gradients: dict[Tensor, Tensor]) -> None:
+def _step_group(optimizer: Optimizer, gradients: Gradients) -> None:
     leaves = dict(optimizer.pairs()) if isinstance(optimizer, MasterWeights) else {}
     for _ in range(ATTEMPTS):
         if not gradients:
             return
-        for parameter, gradient in gradients.items():
+        for parameter, gradient in gradients:
             parameter.grad = gradient
-        versions = {parameter: parameter._version for parameter in gradients}
-        had_state = set(optimizer.state)
+        versions = [parameter._version for parameter, _ in gradients]
+        # Tensors by their places in memory: to hash one is a call of Python for each weight.
+        had_state = {id(one) for one in optimizer.state}
         _, is_done = attempt(optimizer.step)
-        left = {
-            parameter: gradient
-            for parameter, gradient in gradients.items()
-            if not is_done and parameter.grad is not None and parameter._version == versions[parameter]
-        }
-        for parameter in gradients:
-            parameter.grad = None
+        left = [
+            one
+            for one, version in zip(gradients, versions, strict=True)
+            if not is_done and one[0].grad is not None and one[0]._version == version
+        ]
+        _take_away(gradients)
         gradients = left
         if is_done:
             return
-        for leaf in (leaves.get(parameter, parameter) for parameter in left):
-            if leaf not in had_state:
+        for leaf in (leaves.get(parameter, parameter) for parameter, _ in left):
+            if id(leaf) not in had_state:
                 optimizer.state.pop(leaf, None)
         free()
     raise OutOfMemory(
@@ -66,3 +75,14 @@ def _step_group(optimizer: Optimizer, gradients: dict[Tensor, Tensor]) -> None:
         fix="set memory.optimizer_offload: on or optim.kind: adafactor, and run the same command again: "
         "it resumes from the last checkpoint",
     )
+
+
+def _allocates_nothing(optimizer: Optimizer) -> bool:
+    """Whether the fused kernel has the states of all weights, so that memory cannot run out any more."""
+    is_fused = type(optimizer) is torch.optim.AdamW and bool(optimizer.defaults["fused"])
+    return is_fused and len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _take_away(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for parameter, _ in gradients:
+        parameter.grad = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from memtrain.recipes.sections import evaluation
@@ -241,14 +241,16 @@ KINDS: dict[str, type[Event]] = {
 }
 NAMES = {kind: name for name, kind in KINDS.items()}
 COMMON = ("kind", "step", "time")
+_ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 def to_line(event: Event, time_s: float) -> str:
     """The event as one line of JSON, without the line's end."""
-    values = asdict(event)
+    # `asdict` copies each value.
+    values = {one.name: getattr(event, one.name) for one in fields(event)}
     values.update(values.pop("extra", {}))
     line = {"kind": NAMES[type(event)], "step": values.pop("step"), "time": round(time_s, 3)} | values
-    return json.dumps({key: _speakable(value) for key, value in line.items()}, allow_nan=False)
+    return _ENCODER.encode({key: _speakable(value) for key, value in line.items()})
 
 
 def from_line(line: str) -> Event:

@@ -83,12 +83,14 @@ class Progress:
         self._has_rollouts = self._has_rollouts or ROLLOUT_TOKENS in step.extra
         self._recent.append((speed_tokens(step, self._has_rollouts), now_s - self._ended_s))
         self._ended_s = now_s
+        is_due = step.step % self.every_steps == 0 or step.step in (self.first_step + 1, self.total_steps)
+        if self._bar is None and not is_due:
+            return
         figures = self._figures(step)
         if self._bar is not None and self._task is not None:
             counted = f"step {step.step}/{self.total_steps}"
             with self._shown():
                 self._bar.update(self._task, completed=step.step, description=counted, figures=figures)
-        is_due = step.step % self.every_steps == 0 or step.step in (self.first_step + 1, self.total_steps)
         if is_due:
             self._line(
                 f"step {step.step:>{len(str(self.total_steps))}}/{self.total_steps}  {figures}", is_step=True

@@ -12,8 +12,6 @@ from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end
 from memtrain.trainers.batches.tensors import with_tensors
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 
-CPU = torch.device("cpu")
-
 
 class Rows:
     """A feed of rows of growing length, which notes the thread of each micro-batch."""
@@ -28,7 +26,7 @@ class Rows:
 
 
 def rows_and_ahead(kind: type[Rows] = Rows) -> tuple[Any, BatchesAhead]:
-    return kind(), BatchesAhead()
+    return kind(), BatchesAhead(is_on=True, pins=False)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -41,7 +39,7 @@ def same(one: Any, other: Any) -> bool:
 
 def test_the_one_made_ahead_is_the_one_that_is_asked_for():
     feed, ahead = rows_and_ahead()
-    ahead.begin(feed, np.array([2, 5]), CPU)
+    ahead.begin(feed, np.array([2, 5]))
     made = ahead.take(feed, np.array([2, 5]))
     assert feed.threads == ["batch_0"]
     assert same(made, Rows().micro_batch([2, 5]))
@@ -51,7 +49,7 @@ def test_the_one_made_ahead_is_the_one_that_is_asked_for():
 def test_all_are_made_by_one_thread():
     feed, ahead = rows_and_ahead()
     for number in range(3):
-        ahead.begin(feed, np.array([number]), CPU)
+        ahead.begin(feed, np.array([number]))
         ahead.take(feed, np.array([number]))
     assert feed.threads == ["batch_0"] * 3
     assert ahead.num_taken == 3
@@ -60,9 +58,9 @@ def test_all_are_made_by_one_thread():
 def test_another_one_is_made_where_another_is_asked_for():
     """Micro-batches are split when memory runs out, and completions of the next step are another feed."""
     feed, ahead = rows_and_ahead()
-    ahead.begin(feed, np.array([2, 5]), CPU)
+    ahead.begin(feed, np.array([2, 5]))
     assert same(ahead.take(feed, np.array([2])), Rows().micro_batch([2]))
-    ahead.begin(feed, np.array([2]), CPU)
+    ahead.begin(feed, np.array([2]))
     assert same(ahead.take(rows_and_ahead()[0], np.array([2])), Rows().micro_batch([2]))
     assert ahead.num_taken == 0
 
@@ -74,7 +72,7 @@ def test_a_failure_is_raised_where_the_batch_is_asked_for():
             raise MemoryError
 
     feed, ahead = rows_and_ahead(Broken)
-    ahead.begin(feed, np.array([1]), CPU)
+    ahead.begin(feed, np.array([1]))
     with pytest.raises(MemoryError):
         ahead.take(feed, np.array([1]))
     assert feed.threads == ["batch_0", "MainThread"]
@@ -82,10 +80,10 @@ def test_a_failure_is_raised_where_the_batch_is_asked_for():
 
 def test_tensors_of_a_watched_step_are_made_where_they_are_counted():
     feed, ahead = rows_and_ahead()
-    ahead.begin(feed, np.array([1]), CPU)
+    ahead.begin(feed, np.array([1]))
     with TensorPeak():
         ahead.take(feed, np.array([1]))
-        ahead.begin(feed, np.array([2]), CPU)
+        ahead.begin(feed, np.array([2]))
         ahead.take(feed, np.array([2]))
     assert feed.threads == ["batch_0", "MainThread", "MainThread"]
 
