@@ -212,8 +212,8 @@ def _same_everywhere(model: nn.Module) -> None:
             dist.broadcast(tensor.data, src=0)
 
 
-def ranks_of(accelerator: Accelerator) -> Ranks:
+def ranks_of(accelerator: Accelerator, settings: Settings) -> Ranks:
     """Place of this process among the others."""
-    ranks = current_ranks()
+    ranks = current_ranks(settings.context_parallel)
     assert ranks.world == accelerator.num_processes, "accelerate and torch disagree about the processes."
     return ranks

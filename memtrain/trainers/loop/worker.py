@@ -64,7 +64,7 @@ from memtrain.trainers.online.rollout.online_loop import OnlineSteps, online_ste
 from memtrain.trainers.optim.lr_schedule import lr_at
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.events import DataEvent, Event, MemoryEvent, NoteEvent
-from memtrain.trainers.protocols.feed import Steps
+from memtrain.trainers.protocols.feed import Steps, StepSource
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.event_sinks import EventSinks, open_sinks
 from memtrain.trainers.run_folder.folder import RunFolder
@@ -89,7 +89,7 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
     transformers_logging.disable_progress_bar()
     with ExitStack() as stack:
         accelerator = make_accelerator(plan.settings)
-        ranks = replace(ranks_of(accelerator), num_sharing=plan.settings.context_parallel)
+        ranks = ranks_of(accelerator, plan.settings)
         check_same_plan_on_ranks(plan, ranks)
         folder = RunFolder(Path(plan.run_dir))
         if ranks.is_main and not is_locked:
@@ -107,14 +107,13 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
         recovery = _recovery(plan, built, position, sinks)
         watch = _watch(plan, built, sinks.emit, ranks, position)
         online = online_steps(plan, built, ranks, watch, sinks, position, found.checkpoint)
-        own = on_policy_steps(plan, built, ranks, watch, sinks, position)
         stack.callback(lambda: online.generating.close() if online is not None else None)
         writer = open_writer(plan, built, ranks, watch, _noting(sinks, position))
         run = Run(
             plan=plan,
             step=step,
             lr_at=lambda step: lr_at(step, optim=plan.recipe.optim, max_steps=plan.settings.max_steps),
-            steps=online or own or _steps(plan, built),
+            steps=online or _steps(plan, built, ranks, watch, sinks, position),
             eval_feed=built.eval,
             ranks=ranks,
             device=local_device(plan.settings),
@@ -140,9 +139,12 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
         accelerator.end_training()
 
 
-def _steps(plan: Plan, built: Built) -> Steps:
-    """The optimizer steps over rows that are there."""
-    return Steps(built.train, plan.settings, plan.recipe.train.seed, plan.recipe.train.shuffle)
+def _steps(
+    plan: Plan, built: Built, ranks: Ranks, watch: MemoryWatch, sinks: EventSinks, position: TrainState
+) -> StepSource:
+    """The optimizer steps over rows that are there, or whose completions a model writes before each."""
+    own = on_policy_steps(plan, built, ranks, watch, sinks, position)
+    return own or Steps(built.train, plan.settings, plan.recipe.train.seed, plan.recipe.train.shuffle)
 
 
 def _take_folder(folder: RunFolder, plan: Plan, family: Family | None) -> RunLock:

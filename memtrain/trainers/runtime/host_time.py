@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -78,8 +79,12 @@ class HostTime:
             torch.cuda.synchronize(self.device)
         self._num_parts = num_parts
         kind = ProfilerActivity.CUDA if self._is_on_gpu else ProfilerActivity.CPU
-        self._seen = profile(activities=[kind], acc_events=True)
-        self._seen.start()
+        self._seen = profile(activities=[kind])
+        # torch 2.11 warns that events are of one cycle, which this is; to keep them over several it makes a
+        # Python object of each, which takes longer than the step.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._seen.start()
         self._started = time.perf_counter()
 
     @property
@@ -99,12 +104,15 @@ def _spans(seen: profile, kind: DeviceType) -> Iterator[Span]:
     assert profiler is not None, "The profiler is there once it has run."
     results = profiler.kineto_results
     for event in results.events() if results is not None else ():
+        if event.device_type() != kind:
+            continue
         # A named part of the program lies over all that it started, and over the pauses between.
         is_work = (
             not event.is_user_annotation() if kind == DeviceType.CUDA else event.name().startswith("aten::")
         )
-        if event.device_type() == kind and is_work:
-            yield event.start_ns(), event.start_ns() + event.duration_ns()
+        if is_work:
+            start = event.start_ns()
+            yield start, start + event.duration_ns()
 
 
 def covered(spans: Iterable[Span]) -> int:
