@@ -124,6 +124,11 @@ class Recipe(Section):
         return self.online is not None or (taught is not None and taught.on_policy_fraction > 0)
 
     @property
+    def mixes_answers(self) -> bool:
+        """Whether prompts are read once more with the answers of others, before a step or an evaluation."""
+        return isinstance(self.own, Kto) and self.own.loss == "kto"
+
+    @property
     def learns_entropy(self) -> bool:
         """Whether the loss has the entropy of the policy in it."""
         return getattr(self.online, "entropy_coef", 0.0) != 0.0

@@ -33,8 +33,6 @@ class Method:
     """Whether the loss compares the student's distribution with a teacher's."""
     eval_metrics: tuple[str, ...] = ()
     """Metrics of held-out rows beside the loss that a run may be ended by; higher is better."""
-    reads_mismatched: bool = False
-    """Whether prompts are read once more with the answers of others, before the step."""
     reads_margin: bool = False
     """Whether the loss reads the margin that a pair may have."""
     starter: tuple[tuple[str, str], ...] = ()
@@ -90,7 +88,6 @@ METHODS: dict[str, Method] = {
             "KTO",
             "memtrain.trainers.methods.kto",
             num_answers=1,
-            reads_mismatched=True,
             eval_metrics=("rewards/margins",),
             starter=(("#kto.beta", "0.1"), ("#kto.desirable_weight", "1.0"), ("#kto.reference", "auto")),
         ),

@@ -15,11 +15,13 @@ from memtrain.cli.plan.model_shape import layers_seer, shape_for
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.cli.plan.usual_tokenizer import keep_last
 from memtrain.memory.estimate.pricing import PlannerInputs, host_need
+from memtrain.memory.estimate.workload import MixedRows
 from memtrain.memory.hardware.calibration import version
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Owned, Plan, PreparedData
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.ledger import SourcedRecipe
@@ -119,6 +121,8 @@ def facts_of(
         count_steps=_counter(recipe, shared),
         method=recipe.method,
         learns_entropy=recipe.learns_entropy,
+        mixes_answers=recipe.mixes_answers,
+        mixed=_mixed(shared, unshared),
         unshared=None if unshared is None else (unshared.profile, _counter(recipe, unshared)),
         held_out=(shared.held_out, None if unshared is None else unshared.held_out),
         rewards=reward_shapes(recipe, config),
@@ -132,6 +136,14 @@ def facts_of(
             with_key(recipe, "length.max_length", length), data, config, hardware, presumed
         ),
     )
+
+
+def _mixed(shared: LaidEpochs, unshared: LaidEpochs | None) -> Callable[[Settings], MixedRows] | None:
+    """The heaviest micro-batch of held-out prompts with the answers of others; None where none is read."""
+    if unshared is None or shared.mixed is None or unshared.mixed is None:
+        return None
+    together, apart = shared.mixed, unshared.mixed
+    return lambda settings: (together if settings.shared_prompts else apart).heaviest(settings)
 
 
 def versions() -> dict[str, str]:

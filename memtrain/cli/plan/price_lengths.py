@@ -64,6 +64,7 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
             profile=shared.profile,
             count_steps=_counter(loaded, shared),
             method=recipe.method,
+            mixes_answers=recipe.mixes_answers,
             unshared=unshared,
             taught=recipe.taught,
             teacher=teacher,

@@ -6,7 +6,6 @@ A moment of a step at which memory can be highest is a sum of owners; a phase's 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import product
 
 from memtrain.memory.estimate.activations import (
@@ -355,18 +354,20 @@ def replayed_bytes(load: Workload) -> int:
 
 def evaluation_moment(load: Workload) -> Moment:
     """A forward pass without gradients between two steps."""
-    head = head_bytes(load, trains_head=trains_head(load.settings))
     base = _resting(load, has_state=True) | copied_here(load.settings, load.shape)
     if shards_weights(load.settings) and not uses_zero(load.settings):
         taught = base | taught_states(load)
-        return max(base | taught_moment(load), *pass_moments(load, taught), key=total)
+        sharded = (moment for read in load.passes for moment in pass_moments(read, taught))
+        return max(base | taught_moment(load), *sharded, key=total)
     if uses_zero(load.settings):
         base |= between_steps(load.settings, load.shape) | {"gathered weights": gathered_module(load)}
     base |= {"head's weight": fetched_heads(load)}
-    read = replace(load, batch=load.batch.mismatched)
-    layer = base | {"activations": forward_of_layer(read) + positions_and_mask(read)} | taught_states(load)
-    scores = base | {"activations": 0, "logits": head.evaluation}
-    return max(layer, scores, base | taught_moment(load), key=total)
+    passes = [base | taught_moment(load)]
+    for read in load.passes:
+        layer = {"activations": forward_of_layer(read) + positions_and_mask(read)}
+        head = head_bytes(read, trains_head=trains_head(load.settings))
+        passes += [base | layer | taught_states(load), base | {"activations": 0, "logits": head.evaluation}]
+    return max(passes, key=total)
 
 
 def saving_moment(load: Workload) -> Moment:

@@ -13,7 +13,7 @@ from memtrain.memory.estimate.peaks import estimate, evaluation_moment, phase_pe
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.step_time import step_time
 from memtrain.memory.estimate.teachers import TeacherShape, teacher_load
-from memtrain.memory.estimate.workload import ForeignStep, HeadOutput, HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import ForeignStep, HeadOutput, HeaviestBatch, MixedRows, Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.packages import installed
 from memtrain.memory.hardware.peak_history import EMPTY, History, kind_of_run
@@ -53,6 +53,10 @@ class PlannerInputs:
     """The rows of all evaluation sets; the same with a prompt for each answer. None where there are none."""
     presumed: frozenset[str] = frozenset()
     """Packages that the run's machine, another than this, is taken to have."""
+    mixes_answers: bool = False
+    """Whether prompts are read once more with the answers of others."""
+    mixed: Callable[[Settings], MixedRows] | None = None
+    """The heaviest micro-batch of an evaluation that reads them so."""
     is_guessed: bool = False
     """The data was not read: every sequence is taken to be as long as it may be."""
     written_prompt: int = 0
@@ -154,6 +158,8 @@ def _with_held_out(made: Prediction, settings: Settings, facts: PlannerInputs) -
         return made
     unshared = None if apart is None else (apart, facts.count_steps)
     batch = heaviest(settings, replace(facts, profile=shared, unshared=unshared))
+    if facts.mixed is not None:
+        batch = batch._replace(mixed=facts.mixed(settings))
     own = pass_alone("evaluation", settings, facts, batch)
     phases = tuple(own if phase.phase == own.phase else phase for phase in made.phases)
     return made.model_copy(update={"phases": phases})
@@ -210,9 +216,17 @@ def heaviest(settings: Settings, facts: PlannerInputs, num_steps: int = 1) -> He
     batch = HeaviestBatch(rows, tokens, scored, longest, asks, facts.foreign)
     if settings.padding_free:
         batch = batch._replace(segments=profile.most_segments(most_rows, most_tokens))
-    if METHODS[facts.method].reads_mismatched and not facts.is_guessed:
-        batch = batch._replace(most_answer=profile.most_scored(1, longest))
+    if facts.mixes_answers:
+        batch = batch._replace(mixed=_mixed_at_most(batch, profile))
     return _taught(settings, facts, batch)
+
+
+def _mixed_at_most(batch: HeaviestBatch, profile: LengthProfile) -> MixedRows:
+    """A bound on prompts with the answers of others, which steps mix by chance."""
+    most_answer = profile.most_scored(1, batch.longest)
+    tokens = batch.tokens + min(batch.scored_tokens, batch.rows * most_answer) - batch.rows
+    tokens, scored = max(batch.tokens, tokens), profile.most_scored(batch.rows, tokens)
+    return MixedRows(batch.rows, tokens, batch.longest + most_answer - 1, scored)
 
 
 def head_output_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -72,6 +72,20 @@ class TeacherLoad(NamedTuple):
     """Weights of its head while the loss is computed, where they live on the host."""
 
 
+class MixedRows(NamedTuple):
+    """A micro-batch of prompts with the answers of other rows, which KTO's baseline reads."""
+
+    rows: int
+    tokens: int
+    longest: int
+    scored_tokens: int
+    """Most of any micro-batch."""
+
+    def num_tokens(self, *, padding_free: bool) -> int:
+        """Tokens that enter the model, padding included."""
+        return self.tokens if padding_free else self.rows * self.longest
+
+
 class HeaviestBatch(NamedTuple):
     """The micro-batch that needs the most memory."""
 
@@ -89,9 +103,8 @@ class HeaviestBatch(NamedTuple):
     """The step of another tool, where it is not memtrain's."""
     teacher: TeacherLoad | None = None
     """A teacher that the loss compares with."""
-    most_answer: int = 0
-    """Most answer tokens of a row, where prompts are read once more with the answers of others (KTO's
-    baseline); 0: they are not."""
+    mixed: MixedRows | None = None
+    """The same prompts with the answers of others, where they are read so once more; None: they are not."""
     segments: int = 0
     """Stretches of the rows that attention keeps apart: documents of packed rows, or prompts and answers that
     lie apart; 0: as many as rows."""
@@ -102,15 +115,6 @@ class HeaviestBatch(NamedTuple):
     def num_segments(self) -> int:
         """The same, counted."""
         return self.segments or self.rows
-
-    @property
-    def mismatched(self) -> HeaviestBatch:
-        """A bound on the same prompts with the answers of others, where they are read so."""
-        if not self.most_answer:
-            return self
-        tokens = self.tokens + min(self.scored_tokens, self.rows * self.most_answer) - self.rows
-        longest = self.longest + self.most_answer - 1
-        return self._replace(tokens=max(self.tokens, tokens), longest=max(self.longest, longest))
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,14 @@ class Workload:
         whole = max(0, min(self.batch.scored_tokens, self.batch.tokens - self.batch.rows))
         # A slice may be all answer.
         return whole if self.settings.context_parallel == 1 else min(whole, self.N)
+
+    @cached_property
+    def passes(self) -> tuple[Workload, ...]:
+        """The passes of an evaluation: the micro-batch itself, and prompts with the answers of others."""
+        mixed = self.batch.mixed
+        if mixed is None:
+            return (self,)
+        return self, replace(self, batch=self.batch._replace(**mixed._asdict(), mixed=None, segments=0))
 
     @cached_property
     def computed(self) -> dict[tuple[Any, ...], Any]:

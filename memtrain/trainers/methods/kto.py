@@ -16,7 +16,7 @@ micro-batch (TRL 1.16 needs two rows in each, read in order) nor on the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.preference import Kto as KtoRecipe
 from memtrain.trainers.batches.answer_batch import AnswerBatch
 from memtrain.trainers.batches.answer_batches import AnswerFeed
+from memtrain.trainers.data.packing.mixed_answers import partners
 from memtrain.trainers.losses.preference.kto import apo_zero_unpaired_loss, kl_baseline, kto_loss
 from memtrain.trainers.protocols.method import Loss, StepPreview
 from memtrain.trainers.reference.answer_logps import answer_logps
@@ -37,9 +38,6 @@ from memtrain.trainers.reference.precompute import Answered, Question, digest_of
 from memtrain.trainers.reference.reference import AskLogps, Reference, evaluating
 
 Ints = NDArray[np.int64]
-
-MOST_SHIFTS = 64
-"""Places that are tried for partners of other prompts. Taste: few steps hold more rows of one prompt."""
 
 feed = AnswerFeed
 """Prompts with single answers."""
@@ -164,29 +162,7 @@ def ask_logps(model: nn.Module, batch: AnswerBatch) -> Tensor:
 
 
 def partners_of(feed: AnswerFeed, sequences: Ints) -> Ints:
-    """For each item of a step, in the step's order, the item whose answer it is mismatched with.
-
-    The one before it in the step, the last for the first: every answer stands once, as among the matched.
-    Where a prompt would meet an answer to itself, all partners are further places before, the first at which
-    none does, or fewest do. A step too small for that takes its partners from the feed in the same way.
-    """
-    items = feed.items_of(sequences)
+    """For each item of a step, in the step's order, the item whose answer it is mismatched with; no two items
+    of a sequence."""
     least = int(feed.weights[sequences].max(initial=1))
-    if len(items) > least:
-        shifts = range(least, min(len(items), least + MOST_SHIFTS))
-        return _least_alike(feed, items, (np.roll(items, shift) for shift in shifts))
-    shifts = range(least, min(max(feed.num_items, least + 1), least + MOST_SHIFTS))
-    return _least_alike(feed, items, ((items - shift) % feed.num_items for shift in shifts))
-
-
-def _least_alike(feed: AnswerFeed, items: Ints, candidates: Iterable[Ints]) -> Ints:
-    """The first of the candidates in which fewest items meet an answer to their own prompt."""
-    prompts = feed.prompts_of_items
-    best, fewest = items, len(items) + 1
-    for partners in candidates:
-        count = int((prompts[items] == prompts[partners]).sum())
-        if count < fewest:
-            best, fewest = partners, count
-        if not count:
-            break
-    return best
+    return partners(feed.items_of(sequences), feed.prompts_of_items, least=least, num_items=feed.num_items)

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.data.packing.epochs import of_epoch
-from memtrain.trainers.data.packing.step_order import BatchSize, Epoch, make_epoch, micro_batches
+from memtrain.trainers.data.packing.step_order import (
+    BatchSize,
+    Epoch,
+    longest_first_order,
+    make_epoch,
+    micro_batches,
+)
 from memtrain.trainers.protocols.events import DataEvent
 from memtrain.trainers.protocols.method import Batch
 
@@ -154,13 +160,13 @@ class Steps:
 
 
 def eval_orders(feed: Feed) -> list[Ints]:
-    """All sequences of each evaluation set, longest first so that little is padded.
+    """All sequences of each evaluation set, longest first.
 
     The sets of held-out rows are what epochs are of training rows: laid out apart.
     """
     bounds = feed.epoch_ptr
     return [
-        first + np.argsort(-feed.tokens[first:end], kind="stable")
+        first + longest_first_order(feed.tokens[first:end])
         for first, end in (of_epoch(bounds, number) for number in range(len(bounds) - 1))
     ]
 

@@ -26,6 +26,7 @@ from memtrain.memory.estimate.workload import (
     ForeignStep,
     HeadOutput,
     HeaviestBatch,
+    MixedRows,
     Workload,
 )
 from memtrain.memory.generation.decode_bytes import generation_bytes
@@ -130,11 +131,8 @@ def test_float16_on_a_gpu_widens_nothing_as_bfloat16_does(asks):
 
 
 def test_prompts_with_the_answers_of_others_are_longer_in_an_evaluation():
-    """Rows of 100 and 156 tokens, 128 of them answers: at most 256 + 128 - 2 when answers change places."""
     plain = HeaviestBatch(2, 256, 128, 156)._replace(asks=HeadOutput.LOGPS)
-    asked = plain._replace(most_answer=100)
-    assert (asked.mismatched.tokens, asked.mismatched.longest) == (256 + 128 - 2, 156 + 100 - 1)
-    assert plain.mismatched == plain
+    asked = plain._replace(mixed=MixedRows(2, 382, 255, 128))
     reported, before = (
         {
             one.phase: one.num_bytes

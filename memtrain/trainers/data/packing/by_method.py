@@ -13,7 +13,8 @@ from memtrain.errors import DataError
 from memtrain.memory.plan.length_profile import LengthProfile, joined_profile, longest_first, summed_report
 from memtrain.memory.plan.plan import PreparedData
 from memtrain.recipes.recipe import HAS_ANSWERS, Recipe
-from memtrain.trainers.data.packing.answer_rows import lay_out_answers
+from memtrain.trainers.data.packing.answer_rows import AnswerSequences, lay_out_answers
+from memtrain.trainers.data.packing.mixed_answers import MixedAnswers, mixed_answers
 from memtrain.trainers.data.packing.prompt_rows import lay_out_completions
 from memtrain.trainers.data.packing.token_rows import Sequences, Spans, lay_out
 from memtrain.trainers.data.sources.splits import Chosen, choose_rows, epochs_of
@@ -46,6 +47,8 @@ class LaidEpochs:
     """[E + 1] where each epoch begins."""
     held_out: LengthProfile | None = None
     """Of all evaluation sets; None where there are none."""
+    mixed: MixedAnswers | None = None
+    """The same rows with the answers of others, where an evaluation reads them so."""
 
 
 def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) -> LaidEpochs:
@@ -69,14 +72,17 @@ def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) ->
     held = held_out_of(recipe, data, store, chosen)
     if held is None:
         return laid
-    profiles = [lay(held.store, rows, recipe, shares_prompts).profile for rows in held.sets]
+    sets = [lay(held.store, rows, recipe, shares_prompts) for rows in held.sets]
+    profiles = [one.profile for one in sets]
     for name, rows, profile in zip(recipe.data.eval_sets or ("",), held.sets, profiles, strict=True):
         if not profile.report.num_sequences:
             of_set = f" of data.eval.{name}" if name else ""
             raise DataError(*_none_left(rows, recipe, f"held-out rows{of_set}"))
     joined = joined_profile(profiles)
     whole = joined.model_copy(update={"report": summed_report([one.report for one in profiles])})
-    return replace(laid, held_out=whole)
+    answers = [one for one in sets if isinstance(one, AnswerSequences)]
+    mixed = mixed_answers(held.store, answers) if recipe.mixes_answers else None
+    return replace(laid, held_out=whole, mixed=mixed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,12 @@ def make_epoch(
     return Epoch(order, _cut(tokens[order], size))
 
 
+def longest_first_order(tokens: Ints) -> Ints:
+    """The order of an evaluation over sequences of `tokens` tokens: longest first, so that little is
+    padded."""
+    return np.argsort(-tokens, kind="stable")
+
+
 def _cut(tokens: Ints, size: BatchSize) -> Ints:
     """Bounds of the steps: `rows` each, or as many as stay within `tokens` (at least one)."""
     count = len(tokens)
