@@ -62,6 +62,6 @@ HostMemory = Annotated[
     typer.Option(
         "--host-memory",
         help="Host memory, such as 512GiB, for what is offloaded. Default with named GPUs: 1.75 times "
-        "their memory.",
+        "their memory, at least 64GiB.",
     ),
 ]

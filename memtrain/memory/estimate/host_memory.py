@@ -6,7 +6,13 @@ from memtrain.errors import OR, DoesNotFit, Fault
 from memtrain.memory.estimate.activations import layer_boundary
 from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.estimate.checkpoint_copies import COPY, copied_beside
-from memtrain.memory.estimate.host_phases import LAID_OUT, WRITTEN, disk_bytes
+from memtrain.memory.estimate.host_phases import (
+    LAID_OUT,
+    NUM_PIECES,
+    PIECE_BYTES,
+    WRITTEN,
+    disk_bytes,
+)
 from memtrain.memory.estimate.kept import kept_whole
 from memtrain.memory.estimate.sharded.communication import waiting_bytes
 from memtrain.memory.estimate.static import (
@@ -72,7 +78,7 @@ def host_shortage(owners: dict[str, int], hardware: Hardware) -> DoesNotFit | No
     if wanted <= hardware.host_bytes * hardware.num_nodes:
         return None
     largest = sorted(owners.items(), key=lambda item: -item[1])[:3]
-    ways = [FIXES[name] for name, _ in largest if name in FIXES]
+    ways = [FIXES[name] for name, size in largest if name in FIXES and _may_be_less(name, size, hardware)]
     return DoesNotFit(
         [
             Fault(
@@ -99,6 +105,14 @@ FIXES = {
     "processes": "lower cluster.processes",
 }
 """Remedies for each owner."""
+
+
+def _may_be_less(name: str, size: int, hardware: Hardware) -> bool:
+    """Whether the remedy is left to take: one process is the fewest, and a few pieces the least of a save."""
+    count = hardware.num_devices * hardware.num_nodes
+    if name == WRITTEN:
+        return size > count * NUM_PIECES * PIECE_BYTES
+    return count > 1 or FIXES[name] != FIXES["processes"]
 
 
 def on_disk(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch) -> int:

@@ -17,6 +17,10 @@ LAID_OUT_BYTES = 450
 """Bytes of a row while rows are laid out as sequences. Source: measured, 2,000,000 rows took some 700 MiB,
 900 MiB where they are pairs (docs/inspect-lengths.md); each process lays out all of them."""
 
+NUM_PIECES, PIECE_BYTES = 4, 64 * 2**20
+"""Pieces of tensors that a process copies from the device and writes at once, as memtrain/trainers/runtime/
+parallel_write.py does."""
+
 LAID_OUT = "rows being laid out"
 WRITTEN = "checkpoint being written"
 STEPS = "steps"
@@ -29,7 +33,7 @@ swapped."""
 def host_phases(settings: Settings, shape: ModelShape, in_steps: Owners, num_rows: int) -> dict[str, Owners]:
     """Bytes by owner in each phase; `in_steps`: those of the optimizer steps.
 
-    A save copies a tensor at a time, or gathers all that is saved where the main process writes for ranks
+    A save copies a few pieces at a time, or gathers all that is saved where the main process writes for ranks
     that hold shards; one in the background has its copy among `in_steps`.
     """
     resting = {name: in_steps[name] for name in ("processes", "dataset index") if name in in_steps}
@@ -45,7 +49,7 @@ def written_bytes(settings: Settings, shape: ModelShape) -> int:
     if is_sharded(settings) and not writes_shards(settings):
         return copied_bytes(settings.model_copy(update={"background_save": True}), shape)
     writers = settings.num_processes if writes_shards(settings) else 1
-    return writers * 4 * largest_trained(settings, shape)
+    return writers * NUM_PIECES * min(PIECE_BYTES, 4 * largest_trained(settings, shape))
 
 
 def highest(phases: Mapping[str, Owners]) -> tuple[str, Owners]:

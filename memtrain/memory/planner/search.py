@@ -173,9 +173,8 @@ def _fastest(priced: Sequence[Priced], budget: int, facts: PlannerInputs) -> Pri
 
 
 def with_room_on_host(priced: Sequence[Priced], facts: PlannerInputs) -> list[Priced]:
-    """Plans that the host has memory for; for a GPU, also all that move nothing there."""
-    on_gpu = facts.hardware.device == "cuda"
-    return [one for one in priced if (on_gpu and num_moved(one) == 0) or fits_host(one, facts)]
+    """Plans that the host has memory for, in preparation, steps and saves."""
+    return [one for one in priced if fits_host(one, facts)]
 
 
 def _of_equally_fast(fitting: Sequence[Priced]) -> Priced:

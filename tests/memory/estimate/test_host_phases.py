@@ -6,6 +6,8 @@ from narrow import NARROW
 from memtrain.memory.estimate.checkpoint_copies import COPY
 from memtrain.memory.estimate.host_phases import (
     LAID_OUT,
+    NUM_PIECES,
+    PIECE_BYTES,
     STEPS,
     WRITTEN,
     disk_bytes,
@@ -14,6 +16,7 @@ from memtrain.memory.estimate.host_phases import (
     written_bytes,
 )
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.trainers.runtime import parallel_write
 
 SHAPE = shape_of(NARROW)
 WHOLE = 2 * 800 + 2 * (2 * 8 + 4 * 8 * 8 + 3 * 8 * 16) + 8
@@ -28,9 +31,9 @@ def test_every_process_lays_out_all_rows(make_settings):
 
 @pytest.mark.parametrize(
     ("engine", "layout", "num_bytes"),
-    [("ddp", "full", 4 * 800), ("fsdp2", "sharded", 2 * 4 * 800), ("fsdp2", "full", 12 * WHOLE)],
+    [("ddp", "full", 4 * 4 * 800), ("fsdp2", "sharded", 2 * 4 * 4 * 800), ("fsdp2", "full", 12 * WHOLE)],
 )
-def test_a_save_holds_a_tensor_a_writer_or_all_that_is_gathered(
+def test_a_save_holds_four_pieces_a_writer_or_all_that_is_gathered(
     make_settings, engine: str, layout: str, num_bytes: int
 ):
     """Float32 weights and two moments of 2,920 weights; the largest tensor is the embedding of 100 words."""
@@ -39,6 +42,14 @@ def test_a_save_holds_a_tensor_a_writer_or_all_that_is_gathered(
     phases = host_phases(settings, SHAPE, {COPY: 1}, 0)
     assert phases["saving"] == phases[STEPS] == highest(phases)[1]
     assert highest(phases)[0] == STEPS
+
+
+def test_pieces_of_a_save_are_those_that_are_written(make_settings):
+    """Two writers of an embedding of 128,256 words, 2 GiB in float32, were said to hold 4 GiB."""
+    assert (NUM_PIECES, PIECE_BYTES) == (parallel_write.NUM_THREADS, parallel_write.PIECE_BYTES)
+    wide = shape_of(NARROW | {"vocab_size": 128_256, "hidden_size": 4096})
+    settings = make_settings(device="cuda", num_processes=2, engine="fsdp2", checkpoint_layout="sharded")
+    assert written_bytes(settings, wide) == 2 * 4 * 64 * 2**20
 
 
 def test_what_the_host_is_not_to_hold_goes_to_files(make_settings):
