@@ -12,6 +12,7 @@ import torch
 from memtrain.cli.app import run
 from memtrain.errors import DoesNotFit, LaunchError, RecipeError
 from memtrain.memory.plan.plan import PhasePeak, Prediction
+from memtrain.memory.plan.units import gib
 from memtrain.trainers.tools.trace.client import Traced
 
 LLAMA = """
@@ -108,6 +109,9 @@ def test_console_json_and_page_say_the_same_need_and_no_other(recipe, tmp_path, 
     sizes = re.findall(r"(\S+ [GM]iB) (?:live tensors|the allocator|CUDA context|margin)", shown)
     assert len(sizes) == 4
     assert all(f">{size}</td>" in page for size in sizes)
+    parts = [size for size in made["need_parts"].values() if size]
+    assert sizes == [gib(size) for size in parts]
+    assert sum(parts) == pytest.approx(made["need_bytes"], abs=1)
 
 
 def test_a_plan_has_one_speed_also_where_it_writes_completions(tmp_path, monkeypatch, capsys):

@@ -88,6 +88,19 @@ class Answer:
         """Of each device, without the margin."""
         return needed(self.resolved.prediction.corrected_bytes, self.resolved.settings)
 
+    @property
+    def need_parts(self) -> dict[str, int]:
+        """Bytes of the need, part by part: live tensors, and what each device has beside them."""
+        live, corrected = self.resolved.prediction.peak.num_bytes, self.resolved.prediction.corrected_bytes
+        extra = overhead(self.resolved.settings)
+        return {
+            "live": live,
+            "correction": corrected - live,
+            "allocator": round(corrected * extra.slack),
+            "context": extra.fixed,
+            "margin": max(0, self.chosen.need_bytes - self.need_bytes),
+        }
+
     @cached_property
     def frontier(self) -> list[Priced]:
         """The best plan of each size, fitting or not, among the ranked plans."""
@@ -337,6 +350,7 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
         "fits": made.fits,
         "without_margin_bytes": made.need_bytes,
         "need_bytes": made.chosen.need_bytes,
+        "need_parts": made.need_parts,
         "budget_bytes": resolved.prediction.budget_bytes,
         "host": host_json(made),
         "step_s": made.step_s,
@@ -377,8 +391,6 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
         "notes": list(made.notes),
         "data_was_read": not resolved.case.facts.is_guessed,
         "traced": None if traced is None else traced.model_dump(mode="json"),
-        "traced_need_bytes": None
-        if traced is None or traced.reserved_bytes is None
-        else traced_need(made, traced.reserved_bytes),
+        "traced_need_bytes": traced and traced.reserved_bytes and traced_need(made, traced.reserved_bytes),
         "not_traced": why_not or None,
     }

@@ -105,26 +105,24 @@ def _fits_words(made: Answer) -> str:
 def sum_rows(made: Answer) -> list[tuple[str, str]]:
     """From live tensors to the memory of the card, line by line: sizes and their owners."""
     settings, prediction = made.resolved.settings, made.resolved.prediction
-    peak, extra = prediction.peak, overhead(settings)
-    margin = made.chosen.need_bytes - made.need_bytes if made.chosen.need_bytes > made.need_bytes else 0
+    parts, slack = made.need_parts, overhead(settings).slack
     own = "CUDA context, cuBLAS" if settings.device == "cuda" else "interpreter, libraries"
     talks = settings.device == "cuda" and settings.num_processes > 1
     figures = figures_words(made.question.hardware)
-    live, corrected = prediction.peak.num_bytes, prediction.corrected_bytes
     corrections = [
-        (signed_gib(corrected - live), "correction by the measured peaks of earlier runs of this kind")
+        (signed_gib(parts["correction"]), "correction by the measured peaks of earlier runs of this kind")
     ]
     return [
-        (gib(live), f"live tensors, highest in the {peak.phase}"),
-        *(corrections if corrected != live else []),
-        (gib(round(corrected * extra.slack)), f"the allocator's slack ({extra.slack:.0%})"),
-        (gib(extra.fixed), f"{own}{', NCCL' if talks else ''} ({figures})"),
+        (gib(parts["live"]), f"live tensors, highest in the {prediction.peak.phase}"),
+        *(corrections if parts["correction"] else []),
+        (gib(parts["allocator"]), f"the allocator's slack ({slack:.0%})"),
+        (gib(parts["context"]), f"{own}{', NCCL' if talks else ''} ({figures})"),
         (
-            gib(margin),
+            gib(parts["margin"]),
             f"margin ({MARGIN_SHARE:.0%} and {gib(MARGIN_BYTES)}), for memory that the "
             "prediction does not see",
         ),
-        (gib(made.need_bytes + margin), f"of {gib(prediction.budget_bytes or 0)}"),
+        (gib(made.need_bytes + parts["margin"]), f"of {gib(prediction.budget_bytes or 0)}"),
     ]
 
 
