@@ -188,6 +188,14 @@ def test_a_plan_as_a_page_is_written_and_loads_nothing(recipe, tmp_path, capsys)
     assert "http" not in text
 
 
+def test_a_budget_without_a_unit_is_gib_as_for_the_card(recipe, capsys):
+    """The card was one of 48 GiB, and the recipe's budget 48 bytes."""
+    for budget in ("48GiB", "48", "48.0"):
+        run(["plan", recipe, "--budget", budget, "--without-data", "model.adapter={}", "--json"])
+        made = json.loads(capsys.readouterr().out)
+        assert (made["device"]["name"], gib(made["budget_bytes"])) == ("A6000", "47.40 GiB")
+
+
 def test_a_budget_limits_the_plan_and_what_does_not_fit_is_refused_with_ways_out(recipe):
     away = "memory.weights_offload=off"
     with pytest.raises(DoesNotFit, match=r"24\.00 GiB[\s\S]*lora"):

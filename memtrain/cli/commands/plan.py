@@ -144,8 +144,8 @@ def _budget_word(budget: str | None) -> list[str]:
 
     if budget is None:
         return []
-    read_size(budget, "--budget")  # A fault of it is one of the option, not of the key.
-    return [f"memory.budget={budget}"]
+    num_bytes = read_size(budget, "--budget")  # A fault of it is one of the option, not of the key.
+    return [f"memory.budget={num_bytes if budget.strip()[-1].isdigit() else budget}"]
 
 
 def _question(
