@@ -114,8 +114,15 @@ def accelerate_config(topology: Topology) -> dict[str, object]:
 
 
 def environment(topology: Topology) -> dict[str, str]:
-    """Environment variables that the processes need."""
-    given = {"OMP_NUM_THREADS": str(topology.threads), "TOKENIZERS_PARALLELISM": "false"}
+    """Environment variables that the processes need.
+
+    PYTHONSAFEPATH: a file of the folder at hand, such as numbers.py, is none of Python's own modules.
+    """
+    given = {
+        "OMP_NUM_THREADS": str(topology.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONSAFEPATH": "1",
+    }
     if topology.device == "cpu":
         given |= {name: os.environ.get(name, str(NUM_KEPT)) for name in KEPT_PRODUCTS}
     if topology.device == "cuda" and topology.expandable_segments:

@@ -167,7 +167,7 @@ def in_turns(measured: Sequence[Measured], place: Path, steps: int, repeats: int
 
 def measure_apart(plan: Path, steps: int) -> dict[str, Any] | str:
     """The steps of a plan in a process of its own; or why there is no figure, in a line."""
-    command = [sys.executable, "-m", "memtrain.trainers.tools.bench", str(plan), str(steps)]
+    command = [sys.executable, "-P", "-m", "memtrain.trainers.tools.bench", str(plan), str(steps)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -1,8 +1,12 @@
 """What follows from the number of processes: written down in full, so that a change is seen."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from memtrain.cli.launch.topology import Engine, Topology, accelerate_config, argv, environment
+from memtrain.trainers.tools.trace.client import _asked
 
 ALONE = Topology(num_nodes=1, processes_per_node=1, device="cpu", threads=2)
 TWO_CPU = Topology(num_nodes=1, processes_per_node=2, device="cpu", threads=1)
@@ -47,7 +51,7 @@ def test_the_configuration_of_accelerate_never_names_multi_cpu():
 
 
 def test_the_environment_says_threads_allocator_and_network():
-    alone = {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false"}
+    alone = {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "PYTHONSAFEPATH": "1"}
     kept = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
     assert environment(ALONE) == alone | kept
     assert environment(TWO_CPU) == alone | kept | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
@@ -57,6 +61,16 @@ def test_the_environment_says_threads_allocator_and_network():
         "NCCL_DEBUG": "WARN",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
+
+
+def test_a_file_of_the_folder_at_hand_is_none_of_pythons_own_modules(tmp_path, monkeypatch):
+    """A numbers.py there ended two processes, and each trace, in an error of json that did not name it."""
+    monkeypatch.chdir(tmp_path)
+    Path("argparse.py").write_text("raise SystemExit(3)")
+    for given, code in (({}, 3), (environment(TWO_CPU), 0)):
+        words = [sys.executable, "-m", "json.tool", "--help"]
+        assert subprocess.run(words, env=os.environ | given, capture_output=True).returncode == code
+    assert _asked("json.tool", "{}", tmp_path / "kept.json", 30.0) == "{}"
 
 
 def test_compiled_products_of_a_cpu_are_as_many_as_the_user_says(monkeypatch):

@@ -33,7 +33,7 @@ ENVIRONMENT = {
 folder."""
 
 OWN_VARIABLES = (
-    *("PYTHONPATH", "PYTHONHOME", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 """Of the trainer alone: its packages are not the worker's, nor is its process group. Memory that vLLM gives

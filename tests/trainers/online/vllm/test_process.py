@@ -46,9 +46,10 @@ def test_an_engine_of_one_of_several_processes_makes_its_own_group(monkeypatch: 
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # The worker takes its own folder off the path itself.
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     made = environment_of({"CUDA_VISIBLE_DEVICES": "1"})
-    assert not made.keys() & {*launcher, "PYTORCH_CUDA_ALLOC_CONF"}
+    assert not made.keys() & {*launcher, "PYTORCH_CUDA_ALLOC_CONF", "PYTHONSAFEPATH"}
     assert (made["NCCL_DEBUG"], made["CUDA_VISIBLE_DEVICES"]) == ("WARN", "1")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
