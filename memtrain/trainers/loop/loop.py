@@ -20,7 +20,7 @@ from memtrain.trainers.loop.early_stopping import is_spent, note_evaluation
 from memtrain.trainers.loop.oom.heaviest_batch import padded_tokens
 from memtrain.trainers.loop.oom.recover import Cursor, Exhausted, Part, Recovery
 from memtrain.trainers.loop.saver import Saver
-from memtrain.trainers.memory_meter.phase_watch import WATCHED_AHEAD, MemoryWatch, StepWeight
+from memtrain.trainers.memory_meter.phase_watch import WATCHED_AHEAD, WATCHED_STEPS, MemoryWatch, StepWeight
 from memtrain.trainers.optim.loss_scaling import skipped_words
 from memtrain.trainers.optim.step import set_rate
 from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent, SampleEvent, StepEvent
@@ -354,8 +354,10 @@ def _is_best_to_keep(run: Run) -> bool:
 
 
 def _is_logged(run: Run, step: int) -> bool:
+    """Whether a step has its figures; the first ones have, whose memory is measured: figures take some."""
     done = step + 1
-    return done % run.plan.recipe.log.every_steps == 0 or done in (1, run.plan.settings.max_steps)
+    is_due = done % run.plan.recipe.log.every_steps == 0 or done == run.plan.settings.max_steps
+    return is_due or done <= WATCHED_STEPS
 
 
 def _to_host(sums: dict[str, Tensor]) -> dict[str, float]:
