@@ -8,7 +8,7 @@ from memtrain.cli.rescue.as_it_was import AsItWas, died_in
 from memtrain.cli.rescue.traceback import OomReport
 from memtrain.memory.estimate.host_phases import highest
 from memtrain.memory.estimate.pricing import heaviest, phases_on_host
-from memtrain.memory.estimate.static import weights_bytes
+from memtrain.memory.estimate.static import COMMUNICATION_BYTES, weights_bytes
 from memtrain.memory.plan.units import MIB, gib
 
 EXACT = 0.004
@@ -37,6 +37,12 @@ VLLM = {
 """Sentences by vLLM's own refusal."""
 
 
+NCCL = (
+    f"NCCL asked the card for the buffers of a communicator, about {gib(COMMUNICATION_BYTES)} beside torch's "
+    "allocator, whose reserved memory it cannot use: the card was full as the first collective ran."
+)
+
+
 def clues(died: OomReport, was: AsItWas | None, budget: int) -> Iterator[str]:
     """Sentences, the surest first."""
     if died.is_of_amd:
@@ -45,6 +51,8 @@ def clues(died: OomReport, was: AsItWas | None, budget: int) -> Iterator[str]:
         yield from _host(died, was)
     if died.vllm is not None:
         yield VLLM[died.vllm]
+    if died.in_nccl:
+        yield NCCL
     if was is not None and died.asked_bytes is not None:
         yield from _tensor(died.asked_bytes, was)
     if died.capacity_bytes and died.others_bytes and died.others_bytes > LARGE * died.capacity_bytes:
@@ -79,9 +87,14 @@ def _waiting(was: AsItWas) -> Iterator[str]:
         return
     name, owners = highest(phases_on_host(was.priced, was.facts))
     held = sum(owners.values())
-    there = "are assumed" if was.facts.hardware.presumes_host else "are there"
     more = " That is more than there is." if held > host else ""
-    yield f"The host holds {gib(held)} meanwhile, most in its {name}, of {gib(host)} that {there}.{more}"
+    yield f"The host holds {gib(held)} meanwhile, most in its {name}, of {_there(was)}.{more}"
+
+
+def _there(was: AsItWas) -> str:
+    """The host's memory, and whether anybody said how much it is."""
+    hardware = was.facts.hardware
+    return f"{gib(hardware.host_bytes)} that {'are assumed' if hardware.presumes_host else 'are there'}"
 
 
 def _had(died: OomReport, held: int, *, explains: bool) -> str:
@@ -117,8 +130,8 @@ def _host(died: OomReport, was: AsItWas | None) -> Iterator[str]:
     name, owners = highest(phases_on_host(was.priced, was.facts))
     listed = ", ".join(f"{owner} {gib(size)}" for owner, size in owners.items() if size > 64 * MIB)
     yield (
-        f"As a run of memtrain's it would hold {gib(sum(owners.values()))} of the host in its {name} "
-        f"({listed or 'no owner of size'})."
+        f"As a run of memtrain's it would hold {gib(sum(owners.values()))} of the host in its {name}, of "
+        f"{_there(was)} ({listed or 'no owner of size'})."
     )
 
 

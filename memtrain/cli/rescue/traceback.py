@@ -26,6 +26,7 @@ MOMENTS: tuple[tuple[str, str], ...] = (
         r"save_model|save_pretrained|_save_checkpoint|state_dict_hook|full_tensor\(\)|_save_optimizer",
         "saving",
     ),
+    (r"get_peft_model", "load"),
     (r"_load_from_checkpoint|load_optimizer|_load_optimizer_and_scheduler|resume_from", "load"),
     (r"evaluation_loop|prediction_step|prediction_loop|evaluate\(|compute_metrics", "evaluation"),
     (r"gpu_worker|wake_up|vllm|sglang|LLM\(", "generation"),
@@ -63,10 +64,18 @@ _RANK = re.compile(r"^\s*\[rank(\d+)\]:|\blocal_rank: (\d+)|^\s*rank\s*:\s*(\d+)
 
 _DEVICE = re.compile(
     r"(?:CUDA|HIP|torch\.\S*) (?:out of memory|error: out of memory)|Tried to allocate [\d.]+ ?[KMGT]i?B\b|"
-    r"torch\.(?:cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|cuda\w* failure 2|cumem_allocator",
+    r"torch\.(?:cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|cumem_allocator|"
+    r"cuda\w* failure (?:2\b|'out of)",
     re.I,
 )
 """Words of a card that had no memory."""
+
+_NCCL = re.compile(
+    r"(?:NCCL|nccl\w*Error)[\s\S]{0,2000}?(?:Cuda failure 2\b|Cuda failure 'out of memory'|"
+    r"Failed to CUDA (?:calloc|malloc))",
+    re.I,
+)
+"""Words of NCCL's where the card has no memory for its buffers."""
 
 HOST = (
     r"DefaultCPUAllocator|not enough memory: you|Cannot allocate memory|oom[-_ ]kill|exitcode\s*: -9|SIGKILL|"
@@ -125,6 +134,8 @@ class OomReport:
     """vLLM's own refusal: `start`, `cache` or `length`."""
     engine: str | None = None
     """The engine that its frames are of: `zero2`, `zero3` or `fsdp2`."""
+    in_nccl: bool = False
+    """NCCL found no memory on the card for its own buffers."""
 
 
 NOTHING = OomReport(None, None, None, None, None, None, None, False)
@@ -174,6 +185,7 @@ def read_traceback(text: str) -> OomReport:
         device=None if device is None else int(device[1]),
         is_of_amd=re.search(r"\bHIP (?:out of memory|error)", text) is not None,
         vllm=vllm,
+        in_nccl=_NCCL.search(text) is not None,
         engine=next((engine for words, engine in _ENGINES if re.search(words, text)), None),
     )
 

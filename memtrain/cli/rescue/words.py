@@ -12,7 +12,7 @@ from memtrain.cli.plan.tables import seconds, settings_words
 from memtrain.cli.rescue.find import Rescue
 from memtrain.cli.rescue.own_tool import Way
 from memtrain.memory.estimate.host_phases import STEPS
-from memtrain.memory.estimate.pricing import Priced, phases_on_host
+from memtrain.memory.estimate.pricing import Priced, fits_host, phases_on_host
 from memtrain.memory.estimate.static import slack_share
 from memtrain.memory.plan.plan import PhasePeak
 from memtrain.memory.plan.units import gib
@@ -182,9 +182,12 @@ def no_change_words(found: Rescue) -> str:
     """Reason why no key of the run's own tool changes; nothing for a recipe of memtrain."""
     if found.was is None:
         return ""
-    if found.was.need_bytes <= found.budget_bytes:
-        return f"By arithmetic nothing has to change in {found.title}."
-    return f"No change of keys in {found.title} that memtrain knows makes it fit."
+    if found.was.need_bytes > found.budget_bytes:
+        return f"No change of keys in {found.title} that memtrain knows makes it fit."
+    if not fits_host(found.was.priced, found.was.facts):
+        return f"No change of keys in {found.title} that memtrain knows makes it fit the host's memory."
+    place = " for the card" if found.died.on_host else ""
+    return f"By arithmetic nothing has to change in {found.title}{place}."
 
 
 def _print_own(found: Rescue) -> None:

@@ -8,8 +8,9 @@ import pytest
 from memtrain.__main__ import main
 from memtrain.cli.rescue.find import RescueQuestion, recipe_with, rescued
 from memtrain.cli.rescue.page import page
-from memtrain.cli.rescue.words import as_json, plan_learns, speed_words, time_words
+from memtrain.cli.rescue.words import as_json, no_change_words, plan_learns, speed_words, time_words
 from memtrain.errors import RecipeError
+from memtrain.memory.plan.units import gib, read_size
 from memtrain.recipes.reading.load import load_recipe, load_text
 from memtrain.recipes.reading.shipped import configs_dir
 
@@ -77,6 +78,32 @@ def test_a_change_of_the_result_is_reported(tmp_path: Path):
     assert recipe.memory.allow != ()
     assert found.own is not None
     assert found.own.learns != ()
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("256GiB", "No change of keys in TRL that memtrain knows makes it fit the host's memory."),
+        ("2TiB", "By arithmetic nothing has to change in TRL for the card."),
+    ],
+)
+def test_a_run_that_the_host_killed_is_not_told_that_nothing_has_to_change(tmp_path: Path, host, said):
+    """All weights of 33 billion in ZeRO-3 on the host, 560 GiB there: the cards had room."""
+    (tmp_path / "ds.json").write_text(
+        '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, '
+        '"offload_param": {"device": "cpu"}}}'
+    )
+    command = (
+        "deepspeed --num_gpus 2 sft.py --model_name_or_path Qwen/Qwen2.5-32B --dataset_name a/b --bf16 "
+        "--max_length 2048 --per_device_train_batch_size 1 --gradient_checkpointing "
+        f"--deepspeed {tmp_path / 'ds.json'} --output_dir o"
+    )
+    died = "slurmstepd: error: Detected 1 oom_kill event in StepId=991.0."
+    found = rescued(RescueQuestion(command, died, gpu="a100-80", host_memory=host))
+    assert found.was is not None
+    assert found.was.need_bytes < found.budget_bytes
+    assert no_change_words(found) == said
+    assert f"of {gib(read_size(host))} that are there" in " ".join(found.clues)
 
 
 def test_other_processes_on_the_card_leave_less(axolotl: str):

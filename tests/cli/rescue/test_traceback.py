@@ -50,6 +50,7 @@ def test_a_message_of_earlier_years_says_it_too():
         ("model = AutoModel.from_pretrained(path)", "load"),
         ("out = model.generate(**inputs)", "generation"),
         ("return self.forward(*args)", "forward pass"),
+        ("get_peft_model(model)  # .lm_head.to(torch.float32)", "load"),
     ],
 )
 def test_frames_tell_the_moment(line: str, moment: str):
@@ -145,6 +146,22 @@ def test_the_kernel_slurm_and_ray_kill_for_the_hosts_memory(text: str):
 )  # fmt: skip
 def test_vllms_own_refusals_are_told_apart(text: str, kind: str):
     assert read_traceback(text).vllm == kind
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[rank1]: ncclUnhandledCudaError: Call to CUDA function failed.\n[rank1]: Last error:\n"
+        "[rank1]: Cuda failure 2 'out of memory'",
+        "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nFailed to CUDA calloc async 608 bytes",
+        "node3:71:85 [0] NCCL WARN Cuda failure 'out of memory'",
+    ],
+)
+def test_nccls_own_buffers_are_told_apart(text: str):
+    assert read_traceback(text).in_nccl
+    assert not read_traceback(text).on_host
+    assert not read_traceback(f"NCCL version 2.21.5\n{OLD}").in_nccl
 
 
 def test_frames_behind_the_message_are_those_of_another_rank():
