@@ -19,6 +19,7 @@ from memtrain.recipes.importers.engines import ARGUMENTS, accelerate_file, train
 from memtrain.recipes.importers.guess import guess_method, guess_tool, is_recipe
 from memtrain.recipes.importers.llamafactory import LLAMAFACTORY
 from memtrain.recipes.importers.notebook import notebook_code
+from memtrain.recipes.importers.python_script import calls_of
 from memtrain.recipes.importers.script_calls import script_config
 from memtrain.recipes.importers.tool import Tool, ToolReading, read_keys
 from memtrain.recipes.importers.unsloth import UNSLOTH
@@ -139,8 +140,15 @@ def _text(path: Path) -> str:
         raise RecipeError(f"{path} cannot be read: {error}", str(path), "name a text file") from None
 
 
-def _script(text: str, path: Path, tool: str | None, method: str | None, processes: int | None) -> Foreign:
-    config, found, is_unsloth = script_config(text, path.name)
+def _script(
+    text: str,
+    path: Path,
+    tool: str | None,
+    method: str | None,
+    processes: int | None,
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> Foreign:
+    config, found, is_unsloth = script_config(text, path.name, given)
     used = TOOLS[tool or "unsloth"]
     if is_unsloth:
         config["unsloth"] = True
@@ -185,11 +193,19 @@ def _command(text: str, name: str, tool: str | None, method: str | None, process
         config["accelerate_config"] = named or engine
         number = number or said
     script = command.script
-    if script is not None and set(config) <= {"accelerate_config"}:
+    if script is not None and (own := _own_arguments(script, config)) is not None:
         # The script's own calls say all.
-        read = _script(_text(script), script, tool, method, processes or number)
-        return replace(read, config={**read.config, **config})
+        rest = {key: value for key, value in config.items() if key not in own}
+        read = _script(_text(script), script, tool, method, processes or number, own)
+        return replace(read, config={**read.config, **rest})
     return _foreign(config, command.words, name, tool, method, processes or number, command.unset)
+
+
+def _own_arguments(script: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Arguments of a command that its script reads itself; None where others say how to train."""
+    _, own = calls_of(_text(script), script.name)
+    given = {key: value for key, value in config.items() if key in own.arguments}
+    return given if config.keys() - given.keys() <= {"accelerate_config", "deepspeed"} else None
 
 
 def _switches(keys: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from memtrain.errors import RecipeError
 from memtrain.recipes.importers.notebook import with_indents, without_magics
+from memtrain.recipes.importers.script_arguments import Fields, OwnArguments, own_arguments
 
 _PRECISIONS = ("bfloat16", "float16", "float32")
 _SUPPORTED = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
@@ -66,30 +67,22 @@ class Call:
     """The result goes to a variable that nothing reads."""
 
 
-def calls_of(text: str, name: str) -> list[Call]:
-    """Every call of a script, in order, with the values of its arguments as far as they are written.
+def calls_of(text: str, name: str, given: Mapping[str, Any] | None = None) -> tuple[list[Call], OwnArguments]:
+    """(every call of a script, in order, with the values of its arguments as far as they are written; the
+    script's own arguments). `given`: what a command gives of these.
 
     Raises: RecipeError when it is no Python.
     """
-    if len(text) > MOST_BYTES:
-        raise RecipeError(f"{name} is longer than a training script", name, "name the script that trains")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(with_indents(without_magics(textwrap.dedent(text))))
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = getattr(error, "lineno", None)
-        where = f"{name}:{line}" if line else name
-        raise RecipeError(
-            f"{name} is not valid Python: {getattr(error, 'msg', error)}", where, "fix the script"
-        ) from None
+    tree = _tree(text, name)
+    own = own_arguments(tree, lambda value: _written(value, {}), given or {})
     read = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
-    known: dict[str, Any] = {}
+    known: dict[str, Any] = {**own.known}
     found: list[Call] = []
     results: dict[ast.expr, str] = {}
     for node in _in_order(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             _assign(node, known)
+            known = {**own.known, **known}
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             results |= dict.fromkeys(_chain(node.value), ast.unparse(target))
         elif isinstance(node, ast.Call):
@@ -98,7 +91,22 @@ def calls_of(text: str, name: str) -> list[Call]:
                 result = results.get(node, "")
                 is_unread = result.isidentifier() and result not in read
                 found.append(replace(call, result=result, is_unread=is_unread))
-    return found
+    return found, own
+
+
+def _tree(text: str, name: str) -> ast.Module:
+    if len(text) > MOST_BYTES:
+        raise RecipeError(f"{name} is longer than a training script", name, "name the script that trains")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(with_indents(without_magics(textwrap.dedent(text))))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = getattr(error, "lineno", None)
+        where = f"{name}:{line}" if line else name
+        raise RecipeError(
+            f"{name} is not valid Python: {getattr(error, 'msg', error)}", where, "fix the script"
+        ) from None
 
 
 def _chain(value: ast.expr) -> Iterator[ast.expr]:
@@ -159,8 +167,10 @@ def _written(node: ast.expr, known: dict[str, Any]) -> Any:
     match node:
         case ast.Constant(value=value):
             return value
-        case ast.Name(id=name):
+        case ast.Name(id=name) if not isinstance(known[name], Fields):
             return known[name]
+        case ast.Attribute(value=ast.Name(id=owner), attr=name) if isinstance(known.get(owner), Fields):
+            return known[owner][name]
         case ast.Attribute(attr=name) if name in _PRECISIONS:
             return name
         case ast.List(elts=items) | ast.Tuple(elts=items):

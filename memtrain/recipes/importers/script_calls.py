@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from memtrain.errors import RecipeError
 from memtrain.recipes.importers.python_script import Call, Computed, calls_of
+from memtrain.recipes.importers.script_arguments import MISSING
 from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
 
 LOAD, ADAPT, DATASET = "from_pretrained", "get_peft_model", "load_dataset"
 """Calls whose arguments are keys of these sections."""
+
+OWN_DEFAULTS = "script.defaults"
+"""Key of the names of a script's own arguments that no command gives."""
 
 CONFIGS = {
     "SFTConfig": "sft",
@@ -83,13 +87,19 @@ _STANDBY = re.compile(r"""^[^#\n]*UNSLOTH_VLLM_STANDBY["']?\]?\s*(?:=|,)\s*["']?
 """The variable that lets Unsloth's vLLM sleep."""
 
 
-def script_config(text: str, name: str) -> tuple[dict[str, Any], str, bool]:
-    """(arguments as dotted keys, method, whether Unsloth is used) of a script.
+def script_config(
+    text: str, name: str, given: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], str, bool]:
+    """(arguments as dotted keys, method, whether Unsloth is used) of a script. `given`: what a command gives
+    of the script's own arguments.
 
     Raises: RecipeError when it is no Python, or calls no trainer.
     """
-    calls = calls_of(text, name)
-    config: dict[str, Any] = {}
+    calls, own = calls_of(text, name, given)
+    defaults = [
+        name for name, one in own.arguments.items() if one is not MISSING and name not in (given or {})
+    ]
+    config: dict[str, Any] = {OWN_DEFAULTS: defaults} if defaults else {}
     method = _method(calls, name)
     roles = dict(_roles(calls))
     references: list[Call] = []
@@ -162,7 +172,7 @@ def _path(call: Call) -> Any:
 def _arguments(call: Call) -> dict[str, Any]:
     """The arguments of a call that says something of a run, as keys."""
     given = {key: value for key, value in call.arguments.items() if value is not None}
-    if call.name == LOAD and ("Model" in call.owner or "AutoModel" in call.owner):
+    if call.name == LOAD and re.search(r"Model|For(CausalLM|SequenceClassification)\b", call.owner):
         if call.positional:
             given.setdefault("model_name", call.positional[0])
         if "pretrained_model_name_or_path" in given:

@@ -8,7 +8,7 @@ from typing import Any, cast
 from memtrain.recipes.importers.engines import ARGUMENTS, trainers_engine
 from memtrain.recipes.importers.positions import scale_positions
 from memtrain.recipes.importers.python_script import Computed
-from memtrain.recipes.importers.script_calls import ADAPT, DATASET, LOAD, OWN_CODE
+from memtrain.recipes.importers.script_calls import ADAPT, DATASET, LOAD, OWN_CODE, OWN_DEFAULTS
 from memtrain.recipes.importers.tool import Tool, ToolReading, ToolRule, TrlKey
 from memtrain.recipes.trl.rules import Automatic, ReadTogether, Unmapped
 
@@ -142,6 +142,11 @@ def read(reading: ToolReading) -> None:
         if isinstance(value, Computed) and not key.startswith("trainer."):
             reading.trl = {name: one for name, one in reading.trl.items() if one is not value}
             reading.lose(key, "its value is computed when the script runs")
+    if names := reading.get(OWN_DEFAULTS):
+        reading.notes.append(
+            f"arguments of the script's own have their defaults ({', '.join(names)}); give the command "
+            "that was run, and its values are taken"
+        )
     _adapter(reading)
     _precision(reading)
     checkpoints = reading.get(
@@ -230,6 +235,8 @@ def _rows(reading: ToolReading) -> None:
     name = reading.get("load_dataset")
     if isinstance(name, str) and not isinstance(name, Computed):
         files = reading.get(f"{DATASET}.data_files")
+        if name in ("json", "csv", "parquet", "text") and isinstance(files, Computed):
+            return
         if name in ("json", "csv", "parquet", "text") and files:
             reading.set_recipe("data.train", _sources(files))
             return
@@ -250,6 +257,7 @@ def _sources(files: Any) -> list[dict[str, object]]:
 
 for _key in ("name", "split", "data_files"):
     KEYS[f"{DATASET}.{_key}"] = ReadTogether()
+KEYS[OWN_DEFAULTS] = ReadTogether()
 KEYS["unsloth"] = Automatic("the tool itself")
 
 UNSLOTH = Tool(

@@ -41,6 +41,7 @@ BESIDE_THE_SCHEMA = {
         "load_dataset.name",
         "load_dataset.split",
         "load_dataset.data_files",
+        "script.defaults",
         "deepspeed",
         "fsdp",
         "fsdp_config",
