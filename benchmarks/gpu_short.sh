@@ -21,7 +21,7 @@ ladder() { # NAME STAGE...; `shared` says whether others run beside it
 }
 tests() {
   mkdir -p "$made/tests"
-  PYTHONPATH="$("$python" -c "import sys; sys.path[:0] = ['benchmarks']; from pathlib import Path
+  PYTHONPATH="$PWD:$("$python" -c "import sys; sys.path[:0] = ['benchmarks']; from pathlib import Path
 from first_light.wheels import site_of; print(site_of(Path.cwd()) or '')"):${PYTHONPATH:-}" \
     timeout $((until - SECONDS)) "$python" -m pytest tests/gpu -m gpu -n 6 -vv --tb=short -p no:cacheprovider -rfEs \
     --durations=15 -o timeout=120 >"$made/tests/log.txt" 2>&1

@@ -11,6 +11,7 @@ from typing import Literal
 
 from memtrain.memory.plan.plan import PLAN_FILE
 from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.runtime.safe_path import safe_path
 
 ACCELERATE_FILE = "accelerate.yaml"
 
@@ -114,15 +115,8 @@ def accelerate_config(topology: Topology) -> dict[str, object]:
 
 
 def environment(topology: Topology) -> dict[str, str]:
-    """Environment variables that the processes need.
-
-    PYTHONSAFEPATH: a file of the folder at hand, such as numbers.py, is none of Python's own modules.
-    """
-    given = {
-        "OMP_NUM_THREADS": str(topology.threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONSAFEPATH": "1",
-    }
+    """Environment variables that the processes need."""
+    given = {"OMP_NUM_THREADS": str(topology.threads), "TOKENIZERS_PARALLELISM": "false"} | safe_path()
     if topology.device == "cpu":
         given |= {name: os.environ.get(name, str(NUM_KEPT)) for name in KEPT_PRODUCTS}
     if topology.device == "cuda" and topology.expandable_segments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from memtrain.cli.plan.model_config import model_config
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import detect
 from memtrain.memory.plan.plan import Plan
+from memtrain.trainers.runtime.safe_path import safe_path
 
 VERSION = 1
 """Of the JSON: raised when a key changes its meaning or goes."""
@@ -167,9 +169,16 @@ def in_turns(measured: Sequence[Measured], place: Path, steps: int, repeats: int
 
 def measure_apart(plan: Path, steps: int) -> dict[str, Any] | str:
     """The steps of a plan in a process of its own; or why there is no figure, in a line."""
-    command = [sys.executable, "-P", "-m", "memtrain.trainers.tools.bench", str(plan), str(steps)]
+    command = [sys.executable, "-m", "memtrain.trainers.tools.bench", str(plan), str(steps)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(
+            command,
+            env=os.environ | safe_path(),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return f"not done after {LIMIT_S} s"
     if done.returncode == 7:

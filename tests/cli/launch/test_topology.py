@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import memtrain
 from memtrain.cli.launch.topology import Engine, Topology, accelerate_config, argv, environment
 from memtrain.trainers.tools.trace.client import _asked
 
@@ -50,7 +51,8 @@ def test_the_configuration_of_accelerate_never_names_multi_cpu():
     assert accelerate_config(ALONE) == expected | {"distributed_type": "NO", "num_processes": 1}
 
 
-def test_the_environment_says_threads_allocator_and_network():
+def test_the_environment_says_threads_allocator_and_network(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     alone = {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "PYTHONSAFEPATH": "1"}
     kept = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
     assert environment(ALONE) == alone | kept
@@ -71,6 +73,11 @@ def test_a_file_of_the_folder_at_hand_is_none_of_pythons_own_modules(tmp_path, m
         words = [sys.executable, "-m", "json.tool", "--help"]
         assert subprocess.run(words, env=os.environ | given, capture_output=True).returncode == code
     assert _asked("json.tool", "{}", tmp_path / "kept.json", 30.0) == "{}"
+
+
+def test_a_tree_that_is_not_installed_is_found_in_the_folder_at_hand(monkeypatch):
+    monkeypatch.chdir(Path(memtrain.__file__).parents[1])
+    assert "PYTHONSAFEPATH" not in environment(ALONE)
 
 
 def test_compiled_products_of_a_cpu_are_as_many_as_the_user_says(monkeypatch):

@@ -24,6 +24,7 @@ from memtrain.memory.plan.plan import Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import Section
+from memtrain.trainers.runtime.safe_path import safe_path
 
 WORKER = "memtrain.trainers.tools.trace.worker"
 LAYERS_WORKER = "memtrain.trainers.tools.trace.layers_worker"
@@ -211,8 +212,8 @@ def seen_layers(job: LayersJob, *, timeout_s: float = 300.0, cache: Path | None 
 
 def _asked(worker: str, text: str, file: Path, timeout_s: float) -> str:
     """The answer of a process, as JSON; it is kept in `file`."""
-    # Tracing moves no data: one thread, no GPU. A file of the folder at hand is none of Python's own modules.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
+    # Tracing moves no data: one thread, no GPU.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | safe_path()
     try:
         done = subprocess.run(
             [sys.executable, "-m", worker],
