@@ -163,13 +163,7 @@ def read_traceback(text: str) -> OomReport:
     if reserved is None and idle is not None and allocated is not None:
         reserved = allocated + idle
     free = _size(message, rf"of which {_SIZE} is free", rf"{_SIZE} free", r"device \(([\d.]+)/[\d.]+ (GiB)\)")
-    mine = _size(message, rf"this process has {_SIZE} memory in use", rf"this process has {_SIZE}")
-    others = None
-    if capacity is not None and free is not None:
-        held = mine or reserved
-        # Where a message does not say what the process holds, its CUDA context is in the rest.
-        own = 0 if mine else CONTEXT_BYTES
-        others = None if held is None else max(0, capacity - free - held - own)
+    others = None if capacity is None or free is None else _others(message, capacity - free, reserved)
     ranks = [int(next(filter(None, one))) for one in _RANK.findall(text)]
     device = re.search(r"\bGPU (\d+)(?: has a total|;)", message)
     return OomReport(
@@ -188,6 +182,19 @@ def read_traceback(text: str) -> OomReport:
         in_nccl=_NCCL.search(text) is not None,
         engine=next((engine for words, engine in _ENGINES if re.search(words, text)), None),
     )
+
+
+def _others(message: str, taken: int, reserved: int | None) -> int | None:
+    """Bytes of other processes, of those that are taken of a card; None where nothing tells this one's."""
+    mine = _size(message, rf"this process has {_SIZE} memory in use", rf"this process has {_SIZE}")
+    listed = re.findall(r"\bProcess \d+ has ", message)
+    if mine is None and reserved is not None and len(listed) == 1:
+        # One process on the card that holds what torch reserved is this one.
+        alone = _size(message, rf"\bProcess \d+ has {_SIZE} memory in use") or 0
+        mine = alone if alone >= reserved else None
+    held = mine or reserved
+    # Where a message does not say what the process holds, its CUDA context is in the rest.
+    return None if held is None else max(0, taken - held - (0 if mine else CONTEXT_BYTES))
 
 
 def _first_death(text: str) -> tuple[str, str]:

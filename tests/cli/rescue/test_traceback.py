@@ -120,6 +120,17 @@ def test_others_are_what_torch_does_not_hold():
     assert died.others_bytes == pytest.approx(29.93 * GIB, rel=1e-3)
 
 
+@pytest.mark.parametrize(("held", "others_gib"), [("68.17", 0.01), ("40.00", 2.06)])
+def test_a_process_alone_on_the_card_is_this_one_whatever_it_holds_beside_torch(held: str, others_gib: float):
+    """Context and communicators, 3 GiB, were taken for another process's; 40 GiB are less than reserved."""
+    died = read_traceback(
+        "CUDA out of memory. Tried to allocate 23.19 GiB. GPU 1 has a total capacity of 79.25 GiB of which "
+        f"11.07 GiB is free. Process 99 has {held} GiB memory in use. Of the allocated memory 60.01 GiB is "
+        "allocated by PyTorch, and 5.11 GiB is reserved by PyTorch but unallocated."
+    )
+    assert died.others_bytes == pytest.approx(others_gib * GIB, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "text",
     [
