@@ -171,7 +171,7 @@ def _beside(left: Table, right: Table) -> Table:
 
 def _refusal(found: Inspection) -> str | None:
     """Reason that the shortest candidate that does not fit is refused."""
-    refused = [one for one in found.candidates if one.cost is not None and not one.cost.fits]
+    refused = [one for one in found.candidates if one.cost is not None and one.cost.fits is False]
     if not refused or refused[0].cost is None:
         return None
     return f"{refused[0].max_length:,} does not fit: {refused[0].cost.words}."
@@ -252,7 +252,7 @@ def _steps(found: Inspection) -> Table:
             cost = one.cost
             needs = gib(cost.need_bytes) if cost is not None and cost.need_bytes is not None else "-"
             seconds = f"{cost.step_s:.3g}" if cost is not None and cost.step_s is not None else "-"
-            cells += [needs, seconds, "-" if cost is None else "yes" if cost.fits else "no"]
+            cells += [needs, seconds, "-" if cost is None else cost.fits_word]
         rows.append(cells)
     return head, rows
 

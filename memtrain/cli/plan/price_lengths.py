@@ -95,7 +95,7 @@ def cost_of(resolved: Resolved, facts: PlannerInputs) -> Cost:
         parts.append("activation offloading")
     peak, is_floor = resolved.prediction.peak, resolved.case.facts.shape.is_floor
     return Cost(
-        fits=not is_floor,
+        fits=None if is_floor else True,
         peak_bytes=peak.num_bytes,
         need_bytes=resolved.chosen.need_bytes,
         step_s=resolved.chosen.step_s,

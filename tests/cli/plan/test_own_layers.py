@@ -68,3 +68,23 @@ def test_no_plan_fits_by_numbers_that_are_known_to_be_low(hybrid, capsys, monkey
     assert ": fits" not in words
     run(["plan", hybrid, "--gpu", "h100", "--without-data", "--json"])
     assert json.loads(capsys.readouterr().out)["fits"] is None
+
+
+def test_lengths_whose_need_is_known_from_below_alone_are_not_said_to_fit_or_not(
+    hybrid, capsys, monkeypatch, tmp_path
+):
+    """They were told as lengths that do not fit."""
+
+    def fails(job):
+        raise LaunchError("the step could not be traced: it broke", "--trace", "leave it out")
+
+    monkeypatch.setattr(model_shape, "seen_layers", fails)
+    run(["inspect-lengths", hybrid, "--html", str(tmp_path / "page.html")])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "whether it fits is not known: it needs more than" in words
+    assert "does not fit" not in words
+    assert "not known</td>" in (tmp_path / "page.html").read_text()
+    run(["inspect-lengths", hybrid, "--json"])
+    found = json.loads(capsys.readouterr().out)["candidates"]
+    assert found
+    assert all(one["cost"]["fits"] is None for one in found)

@@ -46,7 +46,7 @@ def recommend(
         return _of_prompts(candidates, rows, answers)
     enough = [one for one in candidates if _is_enough(one, rows, loss_tokens)]
     wanted = enough[0] if enough else candidates[-1]
-    fitting = [one for one in candidates if one.cost is None or one.cost.fits]
+    fitting = [one for one in candidates if one.cost is None or one.cost.fits is not False]
     if not fitting:
         return _nothing_fits(candidates)
     within = [one for one in fitting if one.max_length <= wanted.max_length] or fitting
@@ -55,6 +55,8 @@ def recommend(
     parts = [_keeps(chosen, rows, loss_tokens, packing)]
     if chosen is not wanted:
         parts.append(f"the longest that fits the budget ({wanted.max_length:,} does not)")
+    if chosen.cost is not None and chosen.cost.fits is None:
+        parts.append(f"whether it fits is not known: it needs {chosen.cost.words}")
     below = [one for one in candidates if one.max_length < chosen.max_length]
     if below and chosen is wanted:
         parts += _lost_below(below[-1], rows, loss_tokens)

@@ -155,7 +155,8 @@ class Padding(Section):
 class Cost(Section):
     """Prediction of the planner for a run with this max_length."""
 
-    fits: bool
+    fits: bool | None
+    """None where the need is known from below alone, and is within the budget."""
     peak_bytes: int | None
     """Predicted peak of live tensors on one device; None where nothing fits."""
     need_bytes: int | None
@@ -164,6 +165,11 @@ class Cost(Section):
     """Predicted seconds of one optimizer step."""
     words: str
     """The settings that were chosen, or why nothing fits."""
+
+    @property
+    def fits_word(self) -> str:
+        """Answer in a word."""
+        return "not known" if self.fits is None else "yes" if self.fits else "no"
 
 
 class Candidate(Section):

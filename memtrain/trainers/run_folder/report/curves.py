@@ -143,7 +143,9 @@ def curve_groups(report: Report) -> tuple[list[Figure], list[CurveGroup], list[F
         figures, taken = _drawn(report, charts, names)
         names -= taken
         if figures:
-            groups.append(CurveGroup(title, tuple(figures)))
+            # A heading of two things ("KL and entropy") is not one over the second alone.
+            is_of_two = " and " in title and len(figures) == 1
+            groups.append(CurveGroup(figures[0].title if is_of_two else title, tuple(figures)))
     groups.append(CurveGroup("Optimization and speed", tuple(_of_every_method(report))))
     folded, taken = _drawn(report, FOLDED, names)
     others, _ = _drawn(report, [Chart(name, "", (name,)) for name in sorted(names - taken)], names)

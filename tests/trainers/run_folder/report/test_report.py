@@ -404,3 +404,9 @@ def test_curves_lie_in_groups_with_units_and_unknown_ones_are_folded(tmp_path: P
     assert [figure.title for figure in folded] == ["own/metric"]
     assert ">share of pairs</text>" in groups[0].figures[0].svg
     assert groups[0].figures[1].legend == (("chosen", "c1"), ("rejected", "c2"))
+
+
+def test_a_heading_of_two_things_is_not_one_over_the_second_alone(tmp_path: Path, make_plan: MakePlan):
+    """SFT has an entropy and no KL: it stood under "KL and entropy"."""
+    report = load_report(run_folder(tmp_path, make_plan(), [step(1, 0.6, extra={"entropy": 2.0})]))
+    assert [group.title for group in curve_groups(report)[1]] == ["Entropy", "Optimization and speed"]

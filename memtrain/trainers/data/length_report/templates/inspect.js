@@ -82,7 +82,7 @@ function drawCost() {
   }
   if (one.cost) {
     const fourth = html(panel, "div");
-    html(fourth, "h3", "", one.cost.fits ? "Predicted to fit" : "Does not fit");
+    html(fourth, "h3", "", one.cost.fits ? "Predicted to fit" : one.cost.fits === null ? "Not known to fit" : "Does not fit");
     html(fourth, "div", "", one.cost.words + (one.cost.step_s ? "; " + one.cost.step_s.toPrecision(3) + " s a step" : ""));
   }
 }
