@@ -121,6 +121,9 @@ KEYS: dict[str, ToolRule] = {
     f"{_AR}.actor.fsdp_config.reshard_after_forward": Unmapped(
         "weights are let go after each pass", (None, True)
     ),
+    f"{_AR}.actor.fsdp_config.full_determinism": Unmapped(
+        "on a GPU the sums of a run that writes completions have no one order", (None, False)
+    ),
     f"{_AR}.model.mtp.enable_train": Unmapped("multi-token prediction heads"),
     f"{_AR}.model.external_lib": Unmapped("code of your own"),
     f"{_AR}.rollout.ignore_eos": Unmapped("a completion ends at its end token"),

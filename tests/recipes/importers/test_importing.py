@@ -251,6 +251,14 @@ def test_a_command_of_verl_says_the_same():
     assert made.pins["cluster.processes"] == 4
 
 
+@pytest.mark.parametrize("asked", ["True", "False"])
+def test_verls_determinism_is_listed_where_it_is_asked_for(asked: str):
+    """It passed for a setting of the engine, which the plan makes."""
+    key = "actor_rollout_ref.actor.fsdp_config.full_determinism"
+    _, made = imported(VERL.strip() + f" {key}={asked}\n")
+    assert any(key in line for line in made.notes) is (asked == "True")
+
+
 def test_a_command_says_its_devices_and_its_method():
     words = "accelerate launch --num_processes 4 scripts/dpo.py --model_name_or_path a/b --dataset_name c/d"
     recipe, made = imported(f"CUDA_VISIBLE_DEVICES=0,1 {words} --per_device_train_batch_size 2 --bf16")
