@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -572,10 +573,11 @@ SECTIONS = (
         "`grpo` and `rloo` write their completions too. "
         "*As it stands*: TRL on a CPU, where every position goes through the head. *Compacting*: with the "
         "one flag patched by which it sends only trained positions there (`trainer/utils.py`, where Triton "
-        "runs): nearer to a GPU's ratio, which is not measured. Rows with both: GSM8K and its judged "
+        "runs): nearer to a GPU's ratio, which is not measured. 11M: GSM8K and its judged "
         "solutions, drawn anew for every seed, 32,000 words, five intervals between steps, two seeds (in "
-        "brackets), the same files saved by both sides; 2026-11-22, commit d039fedc. The others are older: "
-        "made-up rows, a vocabulary of a thousand, and a run of memtrain that saved more than TRL's.",
+        "brackets), the same files saved by both sides. 0.9M and 25M: made-up rows, a vocabulary of a "
+        "thousand, three seeds. Where one column was not measured the rows are older, and a run of memtrain "
+        "saved more than TRL's.",
         methods_vs_trl,
         "python benchmarks/methods_vs_trl.py --trl PYTHON",
     ),
@@ -672,7 +674,11 @@ SECTIONS = (
         context_parallel,
     ),
     Section(
-        "vLLM as sampler", "vllm_cpu", "On a CPU: the same samples, pushed weights, a killed engine.", vllm
+        "vLLM as sampler",
+        "vllm_cpu",
+        "On a CPU: the same samples, pushed weights, a killed engine.",
+        vllm,
+        "python benchmarks/vllm_cpu.py PYTHON -o FILE",
     ),
     Section(
         "On a GPU",
@@ -698,7 +704,17 @@ def page(results: Mapping[str, Result]) -> str:
 
 
 def where(result: Result, section: Section) -> str:
-    """Device, date, commit and command of a result; else those of the file's last commit."""
+    """Device, date, commit and command of a result; else those of the file's last commit.
+
+    Where its rows are of several runs, those of each.
+    """
+    runs = runs_of_rows(result)
+    if len(runs) > 1:
+        said = "; ".join(
+            f"{device}, {date_of(commit)}, commit {commit[:7]} ({', '.join(rows)})"
+            for (device, commit), rows in runs.items()
+        )
+        return f"Measured on {said}: `{section.command}`."
     reported: Result = (
         result.get("environment")
         or result.get("about")
@@ -711,15 +727,31 @@ def where(result: Result, section: Section) -> str:
     device = reported.get("device") or reported.get("machine") or "CPU, 2 cores, one thread"
     committed = last_commit(section.file)
     # A result of a known commit is no younger for a later change of its file.
-    made_at = (
-        _git("log", "-1", "--format=%as", str(reported["commit"])).strip() if "commit" in reported else ""
-    )
+    made_at = date_of(str(reported["commit"])) if "commit" in reported else ""
     date = str(reported.get("date") or reported.get("made") or made_at or committed[1])[:10]
     commit = str(reported.get("commit") or committed[0])[:7]
     command = reported.get("command") or section.command
     if not command and section.file.startswith("waterfall"):
         command = f"{section.says.strip('.').split(',')[0].strip('`')}"
+    # A script that was run in its own folder is named as it is from the tree's.
+    command = re.sub(r"^python (?=\w+\.py)", "python benchmarks/", command)
     return f"Measured on {device}, {date}, commit {commit}: `{command}`."
+
+
+def runs_of_rows(result: Result) -> dict[tuple[str, str], list[str]]:
+    """Names of the rows of each run, by (device, commit), where rows say by which run they were made."""
+    runs: dict[tuple[str, str], list[str]] = {}
+    rows = result.get("rows", ())
+    for row in rows if isinstance(rows, list) else ():
+        made = row.get("environment") if "case" in row else None
+        if made is not None:
+            runs.setdefault((made["device"], made["commit"]), []).append(f"{row['model']} {row['case']}")
+    return runs
+
+
+def date_of(commit: str) -> str:
+    """The day of a commit; nothing where git does not have it."""
+    return _git("log", "-1", "--format=%as", commit).strip()
 
 
 def last_commit(file: str) -> tuple[str, str]:

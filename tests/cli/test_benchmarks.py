@@ -49,6 +49,20 @@ def test_the_page_shows_every_committed_result(script: Any):
     assert text.count("Measured on ") == len(known & results.keys())
 
 
+def test_every_table_says_the_runs_that_it_is_of_and_their_command(script: Any):
+    """13 of 21 rows had the device, commit and command of the other eight's run; one table no command."""
+    page = script("page")
+    results = page.read_results(BENCHMARKS / "results")
+    said = [line for line in page.page(results).splitlines() if line.startswith("Measured on ")]
+    assert not [line for line in said if "``" in line or "`python " in line and "benchmarks/" not in line]
+    rows = [
+        {"case": "sft", "model": size, "environment": {"device": size, "commit": size * 7}} for size in "ab"
+    ]
+    section = page.Section("title", "file", "says", list, "python benchmarks/x.py")
+    text = page.where({"environment": rows[0]["environment"], "rows": rows}, section)
+    assert "a, , commit aaaaaaa (a sft); b, , commit bbbbbbb (b sft): `python benchmarks/x.py`" in text
+
+
 def test_a_page_of_no_results_is_not_written(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
