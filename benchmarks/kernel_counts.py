@@ -174,10 +174,11 @@ def part_of(name: str, module: nn.Module) -> str | None:
 
 
 def watch(model: nn.Module, counter: KernelCount) -> None:
-    """Tell the counter which part is at work."""
+    """Tell the counter which part is at work. A frozen map under an adapter is the adapter's: it is one product
+    with it where nothing hooks it."""
     for name, module in model.named_modules():
         part = part_of(name, module)
-        if part is not None:
+        if part is not None and not name.endswith(".base_layer"):
             module.register_forward_pre_hook(lambda module, inputs, part=part: counter.enter(part))
             module.register_forward_hook(lambda module, inputs, output: counter.leave(), always_call=True)
 
