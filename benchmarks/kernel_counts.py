@@ -174,8 +174,8 @@ def part_of(name: str, module: nn.Module) -> str | None:
 
 
 def watch(model: nn.Module, counter: KernelCount) -> None:
-    """Tell the counter which part is at work. A frozen map under an adapter is the adapter's: it is one product
-    with it where nothing hooks it."""
+    """Tell the counter which part is at work. A frozen map under an adapter is the adapter's: the two are one
+    product where nothing hooks the map."""
     for name, module in model.named_modules():
         part = part_of(name, module)
         if part is not None and not name.endswith(".base_layer"):
