@@ -556,6 +556,7 @@ LIGER = {
     ),
 }
 """Traced, and run, where liger-kernel is installed."""
+WIDER = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 8192}
 ZERO = {
     "ZeRO-1": sft(LLAMA, zero(1)),
     "ZeRO-2": sft(LLAMA, zero(2)),
@@ -570,6 +571,18 @@ ZERO = {
     "ZeRO-3, dpo, a copy, layers kept": Case("dpo", LLAMA, zero(3) | {"reference": "copy"} | SHARED),
     "ZeRO-3, dpo, adapter off": Case("dpo", LLAMA, zero(3) | LORA_OFF | EVERY | HALF | SHARED),
     "ZeRO-3, distill, a model": Case("distill", SMALL, zero(3) | TAUGHT),
+    "ZeRO-2, bfloat16, tied": sft(QWEN, zero(2, QWEN) | HALF | {"master_weights": True}),
+    "ZeRO-2, bfloat16, three ranks, accumulating": sft(
+        LLAMA, zero(2) | HALF | EVERY | {"num_processes": 3, "master_weights": True}, 2
+    ),
+    "ZeRO-2, reward": Case("reward", LLAMA, zero(2) | SHARED),
+    "ZeRO-2, LoRA": sft(LLAMA, zero(2) | {"adapter": LORA}),
+    "ZeRO-3, LoRA": sft(LLAMA, zero(3) | {"adapter": LORA}),
+    "ZeRO-3, DoRA, checkpointed": sft(LLAMA, zero(3) | EVERY | {"adapter": DORA}),
+    "ZeRO-3, reward": Case("reward", LLAMA, zero(3) | SHARED),
+    "ZeRO-3, bfloat16, three ranks, wide": sft(
+        LLAMA | WIDER, zero(3, LLAMA | WIDER) | HALF | EVERY | {"num_processes": 3, "master_weights": True}
+    ),
 }
 """Traced, and run, where DeepSpeed is installed."""
 CASES = RANKS | STRATEGIES | METHODS | ARCHITECTURES

@@ -36,8 +36,8 @@ from memtrain.memory.estimate.sharded.zero import (
     TO_SAVE,
     Asked,
     between_steps,
-    gathered_module,
     loading_moments,
+    passing_weights,
     reference_weights,
     saved_whole,
     zero_moments,
@@ -360,13 +360,15 @@ def evaluation_moment(load: Workload) -> Moment:
         sharded = (moment for read in load.passes for moment in pass_moments(read, taught))
         return max(base | taught_moment(load), *sharded, key=total)
     if uses_zero(load.settings):
-        base |= between_steps(load.settings, load.shape) | {"gathered weights": gathered_module(load)}
+        base |= between_steps(load.settings, load.shape)
+    in_layer, in_head = passing_weights(load) if uses_zero(load.settings) else ({}, {})
     base |= {"head's weight": fetched_heads(load)}
     passes = [base | taught_moment(load)]
     for read in load.passes:
-        layer = {"activations": forward_of_layer(read) + positions_and_mask(read)}
+        layer = in_layer | {"activations": forward_of_layer(read) + positions_and_mask(read)}
         head = head_bytes(read, trains_head=trains_head(load.settings))
-        passes += [base | layer | taught_states(load), base | {"activations": 0, "logits": head.evaluation}]
+        scores = in_head | {"activations": 0, "logits": head.evaluation}
+        passes += [base | layer | taught_states(load), base | scores]
     return max(passes, key=total)
 
 

@@ -11,17 +11,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from memtrain.memory.estimate.activations import layer_backward, norm_backward
+from memtrain.memory.estimate.activations import layer_backward, layer_boundary, layer_kept, norm_backward
 from memtrain.memory.estimate.head import head_bytes
 from memtrain.memory.estimate.kept import Kept
 from memtrain.memory.estimate.sharded.sharding import GATHERED, groups
 from memtrain.memory.estimate.sharded.zero_config import bucket_of, stage_of
+from memtrain.memory.estimate.sharded.zero_gradients import (
+    filled_buckets,
+    largest_matrix,
+    layer_with_sums,
+    part_bytes,
+    sums_at_once,
+    zero_gradients,
+)
 from memtrain.memory.estimate.static import (
     num_trained,
     static_bytes,
     trained_parts,
     trains_head,
-    waits_on_host,
     weights_bytes,
 )
 from memtrain.memory.estimate.workload import HeadOutput, Workload
@@ -46,7 +53,7 @@ def between_steps(settings: Settings, shape: ModelShape) -> Moment:
     buffer."""
     if stage_of(settings) < 3:
         return {}
-    return {"gradients": _part(settings, shape), "reduce buffers": _bucket(settings, shape)}
+    return {"gradients": part_bytes(settings, shape), "reduce buffers": _bucket(settings, shape)}
 
 
 def loading_moments(load: Workload, resting: Mapping[str, int], whole: int) -> list[Moment]:
@@ -61,7 +68,7 @@ def loading_moments(load: Workload, resting: Mapping[str, int], whole: int) -> l
     stage3.py; seen in traces.
     """
     settings, shape, count = load.settings, load.shape, load.settings.num_processes
-    part = _part(settings, shape)
+    part = part_bytes(settings, shape)
     if stage_of(settings) < 3:
         is_wrapped = stage_of(settings) == 1 and settings.dtype != "float32"
         states = static_bytes(settings, shape).optimizer if is_wrapped else 0
@@ -70,7 +77,10 @@ def loading_moments(load: Workload, resting: Mapping[str, int], whole: int) -> l
             dict(resting) | {"master copies": 0, "gathered weights": laid_out},
             dict(resting) | {"gradients": 0 if is_wrapped else part, "optimizer": states},
         ]
-    largest, teacher = load.a * max(shape.num_embedding, shape.num_head, _matrix(shape)), load.batch.teacher
+    largest, teacher = (
+        load.a * max(shape.num_embedding, shape.num_head, largest_matrix(shape)),
+        load.batch.teacher,
+    )
     cut = largest // count if teacher is None else teacher.head // GATHERED
     beside = {name: count * resting.get(name, 0) for name in ("reference", "teacher")}
     cutting = dict(resting) | beside | {"weights": whole, "master copies": 0, "gathered weights": cut}
@@ -83,7 +93,25 @@ def gathered_module(load: Workload) -> int:
     if stage_of(load.settings) < 3:
         return 0
     shape = load.shape
-    return _live(load, load.a * max(shape.num_embedding, shape.num_head, _matrix(shape)))
+    return _live(load, load.a * max(shape.num_embedding, shape.num_head, largest_matrix(shape)))
+
+
+def whole_adapters(settings: Settings, shape: ModelShape) -> int:
+    """Bytes of the adapters of all layers, which stage 3 does not let go of in a pass once it has them."""
+    if stage_of(settings) < 3 or settings.adapter is None:
+        return 0
+    return 4 * shape.num_adapter(settings.adapter)
+
+
+def passing_weights(load: Workload) -> tuple[Moment, Moment]:
+    """Weights that stage 3 has gathered in a layer and in the head, in a pass without gradients."""
+    if stage_of(load.settings) < 3:
+        return {}, {}
+    beside = whole_adapters(load.settings, load.shape)
+    layer, head = _live(load, load.a * largest_matrix(load.shape)), gathered_module(load)
+    if load.settings.reference == "copy":
+        layer, head = map(max, (layer, head), reference_weights(load))
+    return {"gathered weights": layer + beside}, {"gathered weights": head + beside}
 
 
 def reference_weights(load: Workload) -> tuple[int, int]:
@@ -92,7 +120,7 @@ def reference_weights(load: Workload) -> tuple[int, int]:
     if stage_of(load.settings) < 3:
         return 0, 0
     if load.settings.reference == "adapter_off":
-        return load.a * _matrix(load.shape), gathered_module(load)
+        return load.a * largest_matrix(load.shape), gathered_module(load)
     cut = groups(load.settings.model_copy(update={"adapter": None}), load.shape)
     outer = max(cut.head.weights, cut.embedding.weights)
     return cut.root.weights + GATHERED * cut.layer.weights, cut.root.weights + GATHERED * outer
@@ -132,10 +160,10 @@ def zero_moments(
     step has several micro-batches, so gradients are there from the start of each.
     """
     settings, shape = load.settings, load.shape
-    everything, of_last, first, at_loss = kept
+    everything, of_last, _, at_loss = kept
     head = head_bytes(load, trains_head=trains_head(settings))
     is_third = stage_of(settings) == 3
-    made = _gradients(load, holds=holds)
+    made = zero_gradients(load, holds=holds)
     outer = load.a * max(shape.num_embedding, shape.num_head)
     rest: Moment = dict(resting) | {"reduce buffers": _bucket(settings, shape)}
     teacher = load.batch.teacher
@@ -143,8 +171,10 @@ def zero_moments(
     # In stages 1 and 2 the bucket is made as the first gradient comes, and let go after the last micro-batch.
     ahead = rest if is_third or holds else dict(resting)
     forward = {"gradients": made.before, "activations": at_loss + head.norm} | of_teacher
-    seen = {"gathered weights": _live(load, outer) if is_third else 0}
-    backward = rest | {"recomputation": layer_backward(load)} | _gathered_again(load, outer)
+    seen = {"gathered weights": _live(load, outer) + whole_adapters(settings, shape) if is_third else 0}
+    backward = rest | _gathered_again(load, outer)
+    summing = {"recomputation": layer_with_sums(load)}
+    in_last = summing if sums_at_once(load) else {"recomputation": layer_backward(load)}
     return [
         ahead | {"gradients": made.before} | asked.before,
         ahead | {"gradients": made.before} | asked.taught,
@@ -153,19 +183,40 @@ def zero_moments(
         rest | forward | seen | {"logits": head.backward},
         rest
         | forward
-        | seen
+        | ({"gathered weights": whole_adapters(settings, shape)} if is_third else {})
         | {"gradients": made.after_loss, "logits": norm_backward(load), "teacher's pass": 0},
-        backward | {"activations": everything - of_last, "gradients": made.in_last},
-        backward | {"activations": first, "gradients": made.in_first},
+        backward | in_last | {"activations": everything - of_last, "gradients": made.in_last},
+        backward | summing | {"activations": _below(load, kept), "gradients": made.later},
         *([rest | _at_embedding(load)] if is_third and settings.adapter is None else []),
-        # While the update is made gradients lie once as they came and once end to end; stages 1 and 2 take
-        # their norm in float64 before, in the first step before there is a state. Source: deepspeed 0.19.8,
-        # stage_1_and_2.py, get_grad_norm_direct.
-        *([] if is_third else [dict(resting) | {"gradients": 3 * _part(settings, shape)}]),
-        dict(last)
-        | {"reduce buffers": _bucket(settings, shape) if is_third else 0}
-        | {"gradients": 2 * _part(settings, shape)},
+        *_update(load, resting, last),
     ]
+
+
+def _update(load: Workload, resting: Mapping[str, int], last: Mapping[str, int]) -> list[Moment]:
+    """While the update is made gradients lie once as they came and once end to end; where stage 2 sums those
+    of half-precision weights they lie so already. Stages 1 and 2 take their norm in float64 before, in the
+    first step before there is a state.
+
+    Source: deepspeed 0.19.8, stage_1_and_2.py, get_grad_norm_direct and `_get_preflattened_grad_partition`.
+    """
+    settings, shape = load.settings, load.shape
+    part, is_third = part_bytes(settings, shape), stage_of(settings) == 3
+    is_flat = stage_of(settings) == 2 and load.is_half and load.trains_all
+    made = part * (1 if is_flat else 2)
+    wide = min(8 * shape.largest_tensor, 2 * part) if is_flat else part
+    norm = [] if is_third else [dict(resting) | {"gradients": made + wide}]
+    held = _bucket(settings, shape) if is_third else 0
+    return [*norm, dict(last) | {"reduce buffers": held, "gradients": made}]
+
+
+def _below(load: Workload, kept: Kept) -> int:
+    """Bytes kept beside the layer below the last: by all layers but these two, where there are more."""
+    every, num_layers = load.settings.checkpoint_every, load.shape.num_layers
+    if num_layers < 3:
+        return kept.beside_first
+    is_plain = not load.settings.slice_tokens and (not every or (num_layers - 2) % every != 0)
+    own = layer_kept(load) if is_plain else 0
+    return max(kept.beside_first, kept.everything - (kept.of_last or layer_boundary(load)) - own)
 
 
 def _gathered_again(load: Workload, outer: int) -> Moment:
@@ -174,72 +225,22 @@ def _gathered_again(load: Workload, outer: int) -> Moment:
     settings, shape = load.settings, load.shape
     if stage_of(settings) < 3:
         return {}
-    needed = _layer(load) if settings.checkpoint_every else load.a * _matrix(shape)
+    # Of a frozen map the weights are let go at once, unless DoRA's norms read them before.
+    keeps = settings.adapter is None or settings.adapter.kind == "dora"
+    is_layer = settings.checkpoint_every > 0 and keeps
+    needed = _layer(load) if is_layer else load.a * largest_matrix(shape)
     is_head = not trains_head(settings) and load.batch.asks is HeadOutput.LOGPS
-    return {"gathered weights": _live(load, needed) + outer * is_head}
+    return {"gathered weights": _live(load, needed) + outer * is_head + whole_adapters(settings, shape)}
 
 
 def _at_embedding(load: Workload) -> Moment:
     """Gradients of an embedding in stage 3, and a copy in which they are sent, while those of the layers that
-    wait in the bucket are laid end to end in float32; or of a tied one the head's, and in half precision the
-    sum of both."""
+    wait in the bucket are laid end to end in float32, and its own then; or of a tied one the head's, and in
+    half precision the sum of both."""
     shape, whole = load.shape, load.a * load.shape.num_embedding
-    sent = 2 * whole + 4 * min(bucket_of(shape), shape.num_layer_parameters)
+    sent = max(2 * whole + 4 * filled_buckets(load)[1], whole + 4 * shape.num_embedding)
     added = (3 + load.is_half) * whole if shape.tied else 0
-    return {"gradients": _part(load.settings, shape) + max(sent, added)}
-
-
-class _Gradients(NamedTuple):
-    """Bytes of gradients in the order of a backward pass."""
-
-    before: int
-    after_loss: int
-    in_last: int
-    in_first: int
-
-
-def _gradients(load: Workload, *, holds: bool) -> _Gradients:
-    """Gradients of the rank that needs the most: in stage 1 whole ones, which stay until the last micro-batch
-    is through; in stages 2 and 3 as long as they are not summed, and a rank's part.
-
-    A tied head's gradient waits for the embedding's. In stage 2 the last rank has its part as soon as the
-    head is summed, others when their weights' turn comes; from then on it is there twice where it is added
-    to.
-    """
-    settings, shape, trains_all = load.settings, load.shape, load.settings.adapter is None
-    part, matrix = _part(settings, shape), load.a * _matrix(shape) * trains_all
-    waits = load.a * shape.num_embedding * (trains_all and shape.tied)
-    ends = load.a * max(shape.num_embedding, shape.num_head) * trains_all
-    if stage_of(settings) == 3:
-        return _Gradients(part, part + ends, part + 2 * matrix + waits, part + 2 * matrix + waits)
-    if stage_of(settings) == 2:
-        largest, of_last = (_laid_out(settings, shape, is_last=one) for one in (False, True))
-        there = max(largest, of_last * (1 + holds)) + waits
-        return _Gradients(largest * holds, there, there, there)
-    whole = static_bytes(settings, shape).gradients
-    if holds:
-        return _Gradients(whole, whole + waits, whole + waits + matrix, whole + waits + matrix)
-    if not trains_all:
-        return _Gradients(0, whole, whole, whole)
-    of_embedding = 0 if shape.tied else load.a * shape.num_embedding
-    later = whole - _layer(load) - of_embedding + matrix
-    return _Gradients(0, min(whole, ends), min(whole, ends + matrix), max(later, ends + matrix))
-
-
-def _laid_out(settings: Settings, shape: ModelShape, *, is_last: bool) -> int:
-    """Bytes in which stage 2 lays out the gradients of one rank's weights, where whole weights are trained:
-    all of each weight of which any part is the rank's.
-
-    Source: deepspeed 0.19.8, stage_1_and_2.py, copy_grads_in_partition (`total_size`).
-    """
-    part = _part(settings, shape)
-    if settings.adapter is not None or not part:
-        return part
-    numbers = -(-shape.num_parameters // settings.num_processes)
-    ends = (shape.num_head,) if is_last else (shape.num_embedding, shape.num_head)
-    # A rank with the rest of a weight that is larger than a part has all of it, and what follows.
-    spread = [end + (-end) % numbers for end in ends if end > numbers]
-    return 4 * (max(numbers, *spread, 0) + _matrix(shape))
+    return {"gradients": part_bytes(load.settings, shape) + max(sent, added)}
 
 
 def saved_whole(settings: Settings, shape: ModelShape) -> int:
@@ -250,18 +251,6 @@ def saved_whole(settings: Settings, shape: ModelShape) -> int:
     whole = settings.model_copy(update={"engine": "ddp"})
     weights = weights_bytes(whole, shape) if stage_of(settings) == 3 and settings.adapter is None else 0
     return moments + copies + weights
-
-
-def _part(settings: Settings, shape: ModelShape) -> int:
-    """Bytes of the float32 gradients of one rank; none where its states wait on the host, and they beside
-    them.
-
-    Source: deepspeed 0.19.8, stage3.py (`grad_partitions_flat_buffer` lies on `self.device`, which is the
-    host's with `offload_optimizer`) and stage_1_and_2.py (`single_partition_of_fp32_groups`).
-    """
-    if waits_on_host(settings):
-        return 0
-    return 4 * -(-num_trained(settings, shape) // settings.num_processes)
 
 
 def _bucket(settings: Settings, shape: ModelShape) -> int:
@@ -279,8 +268,3 @@ def _bucket(settings: Settings, shape: ModelShape) -> int:
 def _layer(load: Workload) -> int:
     """Bytes of the weights of a whole layer, or of their gradients."""
     return load.a * load.shape.num_per_layer(expert=load.shape.num_expert_layers > 0)
-
-
-def _matrix(shape: ModelShape) -> int:
-    """Numbers of the largest matrix of a layer."""
-    return max(part.num_inputs * part.num_outputs for part in shape.linears)

@@ -29,23 +29,26 @@ Rules = dict[Any, Callable[..., Any]]
 @contextmanager
 def as_fake_ranks(settings: Settings) -> Iterator[None]:
     """Context in which this process is a rank of the run; its collectives move nothing and make their usual
-    allocations.
-
-    Rank 0, whose part is the largest where rows are dealt; under ZeRO-2 the last, which has its part of the
-    gradients as soon as the head is summed, while all activations are there.
-    """
+    allocations."""
     if settings.num_processes == 1:
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _give_collectives_a_shape()
-    rank = settings.num_processes - 1 if settings.engine == "zero2" else 0
-    dist.init_process_group("fake", rank=rank, world_size=settings.num_processes, store=FakeStore())
+    rank, world = played_rank(settings), settings.num_processes
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def played_rank(settings: Settings) -> int:
+    """Rank 0, whose part is the largest where rows are dealt; under ZeRO-2 the last, which has its part of
+    the gradients as soon as the head is summed, while all activations are there. Where an embedding is larger
+    than a part, of more than two ranks another one may need more."""
+    return settings.num_processes - 1 if settings.engine == "zero2" else 0
 
 
 def _give_collectives_a_shape() -> None:

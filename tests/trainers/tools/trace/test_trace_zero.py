@@ -15,6 +15,7 @@ from trace_cases import BASE, HALF, LLAMA, ZERO, Nobody, random_states, real_pea
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.memory_meter.cpu_allocator_peak import allocator_peak
 from memtrain.trainers.tools.trace import client as traced
+from memtrain.trainers.tools.trace import fake_ranks
 from memtrain.trainers.tools.trace.client import can_trace
 from memtrain.trainers.tools.trace.fake_model import bare_model
 from memtrain.trainers.tools.trace.trace import bare_models, run_steps, trace
@@ -38,20 +39,45 @@ def test_a_trace_of_deepspeeds_engine_finds_the_peak_of_the_real_allocator(name)
     assert real - NOTES - random_states(case.job) <= found <= real + random_states(case.job)
 
 
-ASKED = ("ZeRO-1, dpo, adapter off", "ZeRO-2, bfloat16", "ZeRO-3, dpo, a copy, layers kept")
+ASKED = (
+    "ZeRO-1, dpo, adapter off",
+    "ZeRO-2, bfloat16",
+    "ZeRO-2, bfloat16, tied",
+    "ZeRO-2, bfloat16, three ranks, accumulating",
+    "ZeRO-2, four ranks, accumulating",
+    "ZeRO-2, reward",
+    "ZeRO-3, dpo, a copy, layers kept",
+    "ZeRO-3, LoRA",
+    "ZeRO-3, LoRA, checkpointed",
+    "ZeRO-3, reward",
+)
 
 
 @pytest.mark.parametrize(
     "name", [name if name in ASKED else pytest.param(name, marks=pytest.mark.slow) for name in ZERO]
 )
-def test_the_arithmetic_follows_the_trace_of_the_rank_that_needs_the_most(name):
-    """Passes of references and teachers amid the step were not counted: up to 10 % too low. Of four ranks
-    that share a tied embedding the second needs the most, and the last is traced."""
+def test_the_arithmetic_follows_the_trace_of_the_rank_that_needs_the_most(name, monkeypatch):
+    """Passes of references and teachers amid the step were not counted: up to 10 % too low. Gradients in
+    bfloat16 were counted twice where stage 2 adds them in one buffer, and before any is summed: 14 % too
+    high. Of four ranks that share a tied embedding the second needs the most, and the last is played."""
     case = ZERO[name]
+    if name == "ZeRO-2, four ranks, accumulating":
+        monkeypatch.setattr(fake_ranks, "played_rank", lambda settings: 1)
     peak, found = case.estimated().peak, trace(case.job).recorder.peak_bytes
     batch = sum(one.num_bytes for one in peak.owners if one.owner == "batch")
-    most = 1.07 if name == "ZeRO-2, four ranks, accumulating" else 1.045
-    assert found * 0.999 <= peak.num_bytes - batch <= found * most
+    assert found * 0.999 <= peak.num_bytes - batch <= found * 1.022
+
+
+@pytest.mark.parametrize(
+    "name", ["ZeRO-3", "ZeRO-3, LoRA, checkpointed", pytest.param("ZeRO-3, reward", marks=pytest.mark.slow)]
+)
+def test_an_evaluation_in_stage_3_gathers_one_map_at_a_time(name):
+    """With the largest weight of all beside every layer: 8 to 12 % too high."""
+    case = ZERO[name]
+    found = trace(case.job).recorder.phase_peaks["evaluation"]
+    [phase] = [one for one in case.estimated().phases if one.phase == "evaluation"]
+    batch = sum(one.num_bytes for one in phase.owners if one.owner == "batch")
+    assert found * 0.999 <= phase.num_bytes - batch <= found * 1.025
 
 
 LARGE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704}

@@ -1,0 +1,146 @@
+"""Gradients of a rank under DeepSpeed's ZeRO, in the order of a step's backward pass.
+
+Source: deepspeed 0.19.8, stage_1_and_2.py and stage3.py; held against traces by
+tests/trainers/tools/trace/test_trace_zero.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memtrain.memory.estimate.activations import (
+    after_mlp_backward,
+    attention_backward,
+    layer_backward,
+    mlp_output_backward,
+)
+from memtrain.memory.estimate.quantized import LAST
+from memtrain.memory.estimate.sharded.zero_config import bucket_of, stage_of
+from memtrain.memory.estimate.static import num_trained, static_bytes, waits_on_host
+from memtrain.memory.estimate.workload import Workload, once
+from memtrain.memory.model_shape.shape import MLP_NAMES, ModelShape
+from memtrain.memory.plan.settings import Settings
+
+
+class ZeroGradients(NamedTuple):
+    """Bytes of gradients in the order of a backward pass."""
+
+    before: int
+    """Of the micro-batches before."""
+    after_loss: int
+    in_last: int
+    """In the last layer's turn."""
+    later: int
+    """In the turns of the layers before it."""
+
+
+def zero_gradients(load: Workload, *, holds: bool) -> ZeroGradients:
+    """Gradients of the rank that needs the most: in stage 1 whole ones, which stay until the last micro-batch
+    is through; in stages 2 and 3 as long as they are not summed, and a rank's part.
+
+    A tied head's gradient waits for the embedding's. In stage 2 the last rank has its part as soon as a head
+    of its own is summed, and of other models as soon as a bucket is full. In float32 it is there twice where
+    it is added to; of half-precision weights what is summed goes into one buffer of a part's size.
+    """
+    settings, shape, trains_all = load.settings, load.shape, load.settings.adapter is None
+    part, matrix = part_bytes(settings, shape), load.a * largest_matrix(shape) * trains_all
+    waits = load.a * shape.num_embedding * (trains_all and shape.tied)
+    of_head = waits if shape.tied else load.a * shape.num_head * trains_all
+    if stage_of(settings) == 3:
+        return ZeroGradients(part, part + of_head, part + waits, part + waits)
+    if stage_of(settings) == 2:
+        if load.is_half and trains_all:
+            before, there = part * holds, part + waits
+        else:
+            largest, of_last = (_laid_out(settings, shape, is_last=one) for one in (False, True))
+            before, there = largest * holds, max(largest, of_last * (1 + holds)) + waits
+        if sums_at_once(load):
+            return ZeroGradients(before, there, there, there)
+        return ZeroGradients(before, before + waits, before + waits, there)
+    whole = static_bytes(settings, shape).gradients
+    if holds:
+        return ZeroGradients(whole, whole + waits, whole + waits + matrix, whole + waits + matrix)
+    if not trains_all:
+        return ZeroGradients(0, whole, whole, whole)
+    of_layer = load.a * shape.num_per_layer(expert=shape.num_expert_layers > 0)
+    of_embedding = 0 if shape.tied else load.a * shape.num_embedding
+    later = whole - of_layer - of_embedding + matrix
+    return ZeroGradients(0, min(whole, of_head), min(whole, of_head + matrix), max(later, of_head + matrix))
+
+
+def sums_at_once(load: Workload) -> bool:
+    """Whether any gradient is summed by the last layer's turn: a head of its own fills the bucket, or a layer
+    is larger."""
+    shape = load.shape
+    before_next = max(shape.num_head + largest_matrix(shape), shape.num_per_layer(expert=False))
+    return not load.trains_all or bucket_of(shape) < before_next
+
+
+def layer_with_sums(load: Workload) -> int:
+    """Most that a layer holds in its backward pass with the gradients of its weights as they come, and with
+    what full buckets are summed in: in stage 3 float32 numbers, laid end to end; in stage 2 of half precision
+    the numbers and their float32 copy. In stage 2 gradients lie in the bucket itself."""
+    plain, stage = layer_backward(load), stage_of(load.settings)
+    if not load.trains_all or stage == 1 or (stage == 2 and not load.is_half):
+        return plain
+    each = 4 if stage == 3 else load.a + 4
+    at_last = mlp_output_backward(load) + (load.a * largest_matrix(load.shape) if stage == 3 else 0)
+    moments = {LAST: at_last} | dict.fromkeys(MLP_NAMES - {LAST}, after_mlp_backward(load))
+    summing = (
+        moments.get(name, attention_backward(load)) + each * count
+        for name, count in filled_buckets(load)[0].items()
+    )
+    return max(plain, at_last, *summing)
+
+
+@once
+def filled_buckets(load: Workload) -> tuple[dict[str, int], int]:
+    """(numbers of the fullest bucket that is summed as the gradient of a map of a layer comes, by the map's
+    name; numbers that wait in the bucket when all layers are through). Of vectors only the last norm's scale
+    is counted, by which a head that fills the bucket is summed before the layers."""
+    shape, bucket = load.shape, bucket_of(load.shape)
+    if shape.counts is not None or shape.num_expert_layers:
+        return {LAST: bucket}, min(bucket, shape.num_layer_parameters)
+    waiting, most = shape.num_head + shape.width, dict[str, int]()
+    if waiting > bucket:
+        waiting = shape.width
+    for part in [*reversed(shape.linears)] * shape.num_layers:
+        count = part.num_inputs * part.num_outputs
+        if waiting + count > bucket:
+            most[part.name] = max(waiting, most.get(part.name, 0))
+            waiting = 0
+        waiting += count
+    return most, waiting
+
+
+def _laid_out(settings: Settings, shape: ModelShape, *, is_last: bool) -> int:
+    """Bytes in which stage 2 lays out the float32 gradients of one rank's weights, where whole weights are
+    trained: all of each weight of which any part is the rank's.
+
+    Source: deepspeed 0.19.8, stage_1_and_2.py, copy_grads_in_partition (`total_size`).
+    """
+    part = part_bytes(settings, shape)
+    if settings.adapter is not None or not part:
+        return part
+    numbers = -(-shape.num_parameters // settings.num_processes)
+    ends = (shape.num_head,) if is_last else (shape.num_embedding, shape.num_head)
+    # A rank with the rest of a weight that is larger than a part has all of it, and what follows.
+    spread = [end + (-end) % numbers for end in ends if end > numbers]
+    return 4 * (max(numbers, *spread, 0) + largest_matrix(shape))
+
+
+def part_bytes(settings: Settings, shape: ModelShape) -> int:
+    """Bytes of the float32 gradients of one rank; none where its states wait on the host, and they beside
+    them.
+
+    Source: deepspeed 0.19.8, stage3.py (`grad_partitions_flat_buffer` lies on `self.device`, which is the
+    host's with `offload_optimizer`) and stage_1_and_2.py (`single_partition_of_fp32_groups`).
+    """
+    if waits_on_host(settings):
+        return 0
+    return 4 * -(-num_trained(settings, shape) // settings.num_processes)
+
+
+def largest_matrix(shape: ModelShape) -> int:
+    """Numbers of the largest matrix of a layer."""
+    return max(part.num_inputs * part.num_outputs for part in shape.linears)
