@@ -8,15 +8,26 @@ tests/trainers/tools/trace/test_trace_zero.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from memtrain.memory.estimate.activations import layer_backward, layer_boundary, layer_kept, norm_backward
+from memtrain.memory.estimate.activations import (
+    after_mlp_backward,
+    attention_backward,
+    layer_backward,
+    layer_boundary,
+    layer_kept,
+    mlp_output_backward,
+    norm_backward,
+)
 from memtrain.memory.estimate.head import head_bytes
 from memtrain.memory.estimate.kept import Kept
 from memtrain.memory.estimate.sharded.sharding import GATHERED, groups
+from memtrain.memory.estimate.sharded.zero_buckets import END, Arrival, arrivals
 from memtrain.memory.estimate.sharded.zero_config import bucket_of, stage_of
 from memtrain.memory.estimate.sharded.zero_gradients import (
+    ZeroGradients,
+    buckets_of,
     filled_buckets,
     largest_matrix,
     layer_with_sums,
@@ -32,7 +43,7 @@ from memtrain.memory.estimate.static import (
     weights_bytes,
 )
 from memtrain.memory.estimate.workload import HeadOutput, Workload
-from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.model_shape.shape import MLP_NAMES, ModelShape
 from memtrain.memory.plan.settings import Settings
 
 Moment = dict[str, int]
@@ -160,7 +171,6 @@ def zero_moments(
     step has several micro-batches, so gradients are there from the start of each.
     """
     settings, shape = load.settings, load.shape
-    everything, of_last, _, at_loss = kept
     head = head_bytes(load, trains_head=trains_head(settings))
     is_third = stage_of(settings) == 3
     made = zero_gradients(load, holds=holds)
@@ -170,26 +180,77 @@ def zero_moments(
     of_teacher = {"teacher's pass": 0 if teacher is None else teacher.head}
     # In stages 1 and 2 the bucket is made as the first gradient comes, and let go after the last micro-batch.
     ahead = rest if is_third or holds else dict(resting)
-    forward = {"gradients": made.before, "activations": at_loss + head.norm} | of_teacher
+    forward = {"gradients": made.before, "activations": kept.at_loss + head.norm} | of_teacher
     seen = {"gathered weights": _live(load, outer) + whole_adapters(settings, shape) if is_third else 0}
-    backward = rest | _gathered_again(load, outer)
-    summing = {"recomputation": layer_with_sums(load)}
-    in_last = summing if sums_at_once(load) else {"recomputation": layer_backward(load)}
     return [
         ahead | {"gradients": made.before} | asked.before,
         ahead | {"gradients": made.before} | asked.taught,
         ahead | forward | {"logits": head.kept, "reference's pass": asked.reference},
         ahead | forward | seen | {"logits": head.forward},
         rest | forward | seen | {"logits": head.backward},
-        rest
-        | forward
-        | ({"gathered weights": whole_adapters(settings, shape)} if is_third else {})
-        | {"gradients": made.after_loss, "logits": norm_backward(load), "teacher's pass": 0},
-        backward | in_last | {"activations": everything - of_last, "gradients": made.in_last},
-        backward | summing | {"activations": _below(load, kept), "gradients": made.later},
+        *(rest | moment for moment in _backward_moments(load, kept, made, forward, outer, holds=holds)),
         *([rest | _at_embedding(load)] if is_third and settings.adapter is None else []),
         *_update(load, resting, last),
     ]
+
+
+def _backward_moments(
+    load: Workload, kept: Kept, made: ZeroGradients, loss: Moment, outer: int, *, holds: bool
+) -> Iterator[Moment]:
+    """The moments of the layers' backward pass, and of the norm before them. `loss`: what the loss had."""
+    settings = load.settings
+    if stage_of(settings) == 2 and load.trains_all:
+        yield from _summing_moments(load, kept, loss, holds=holds)
+        return
+    norm = {"gradients": made.after_loss, "logits": norm_backward(load), "teacher's pass": 0}
+    if stage_of(settings) == 3:
+        norm["gathered weights"] = whole_adapters(settings, load.shape)
+    yield loss | norm
+    backward, summing = _gathered_again(load, outer), {"recomputation": layer_with_sums(load)}
+    in_last = summing if sums_at_once(load) else {"recomputation": layer_backward(load)}
+    of_last = {"activations": kept.everything - kept.of_last, "gradients": made.in_last}
+    yield backward | in_last | of_last
+    yield backward | summing | {"activations": _below(load, kept), "gradients": made.later}
+
+
+def _summing_moments(load: Workload, kept: Kept, loss: Moment, *, holds: bool) -> Iterator[Moment]:
+    """Moments of stage 2 when gradients come, and when a bucket is summed that has no room for one.
+
+    The head's gradient waits for that of an embedding that it is; to that it is added, in half precision
+    into a third.
+    """
+    shape, embedding = load.shape, load.a * load.shape.num_embedding
+    for one in arrivals(buckets_of(load), holds=holds):
+        beside = embedding * shape.tied
+        if one.layer == END:
+            made = 2 + load.is_half if shape.tied else 1
+            beside = 0 if one.copies else embedding * made
+        moment = {"gradients": one.gradients + beside, "summed bucket": one.copies}
+        yield _at_arrival(load, kept, loss, one) | moment
+
+
+def _at_arrival(load: Workload, kept: Kept, loss: Moment, one: Arrival) -> Moment:
+    """Activations when a gradient comes, and what its layer, or the final norm, holds beside them."""
+    num_layers = load.shape.num_layers
+    if one.layer == END:
+        return {"activations": layer_boundary(load)}
+    if one.layer == num_layers:
+        # At the end of the norm its gradient has the place of what it kept.
+        return loss | {"logits": 0 if one.copies else norm_backward(load), "teacher's pass": 0}
+    below = kept.everything - kept.of_last - kept.beside_first
+    held = kept.beside_first + below * one.layer // max(1, num_layers - 1)
+    return {"activations": held, "recomputation": _layer_at(load, one)}
+
+
+def _layer_at(load: Workload, one: Arrival) -> int:
+    """Bytes of a layer when the gradient of one of its matrices comes: the last, another of the MLP, or of
+    the attention."""
+    if load.shape.seen is not None:
+        return layer_backward(load)
+    if one.place == 0:
+        return mlp_output_backward(load) if one.copies else layer_backward(load)
+    num_of_mlp = sum(part.name in MLP_NAMES for part in load.shape.linears)
+    return after_mlp_backward(load) if one.place < num_of_mlp else attention_backward(load)
 
 
 def _update(load: Workload, resting: Mapping[str, int], last: Mapping[str, int]) -> list[Moment]:

@@ -15,6 +15,7 @@ from memtrain.memory.estimate.activations import (
     mlp_output_backward,
 )
 from memtrain.memory.estimate.quantized import LAST
+from memtrain.memory.estimate.sharded.zero_buckets import Cut, cut_of, largest_part
 from memtrain.memory.estimate.sharded.zero_config import bucket_of, stage_of
 from memtrain.memory.estimate.static import num_trained, static_bytes, waits_on_host
 from memtrain.memory.estimate.workload import Workload, once
@@ -38,9 +39,8 @@ def zero_gradients(load: Workload, *, holds: bool) -> ZeroGradients:
     """Gradients of the rank that needs the most: in stage 1 whole ones, which stay until the last micro-batch
     is through; in stages 2 and 3 as long as they are not summed, and a rank's part.
 
-    A tied head's gradient waits for the embedding's. In stage 2 the last rank has its part as soon as a head
-    of its own is summed, and of other models as soon as a bucket is full. In float32 it is there twice where
-    it is added to; of half-precision weights what is summed goes into one buffer of a part's size.
+    A tied head's gradient waits for the embedding's. In stage 2 those of whole weights are counted as they
+    come (zero_buckets.py).
     """
     settings, shape, trains_all = load.settings, load.shape, load.settings.adapter is None
     part, matrix = part_bytes(settings, shape), load.a * largest_matrix(shape) * trains_all
@@ -49,14 +49,8 @@ def zero_gradients(load: Workload, *, holds: bool) -> ZeroGradients:
     if stage_of(settings) == 3:
         return ZeroGradients(part, part + of_head, part + waits, part + waits)
     if stage_of(settings) == 2:
-        if load.is_half and trains_all:
-            before, there = part * holds, part + waits
-        else:
-            largest, of_last = (_laid_out(settings, shape, is_last=one) for one in (False, True))
-            before, there = largest * holds, max(largest, of_last * (1 + holds)) + waits
-        if sums_at_once(load):
-            return ZeroGradients(before, there, there, there)
-        return ZeroGradients(before, before + waits, before + waits, there)
+        before = holds * (largest_part(buckets_of(load)) if trains_all else part)
+        return ZeroGradients(before, *(part * (1 + holds),) * 3)
     whole = static_bytes(settings, shape).gradients
     if holds:
         return ZeroGradients(whole, whole + waits, whole + waits + matrix, whole + waits + matrix)
@@ -77,17 +71,15 @@ def sums_at_once(load: Workload) -> bool:
 
 
 def layer_with_sums(load: Workload) -> int:
-    """Most that a layer holds in its backward pass with the gradients of its weights as they come, and with
-    what full buckets are summed in: in stage 3 float32 numbers, laid end to end; in stage 2 of half precision
-    the numbers and their float32 copy. In stage 2 gradients lie in the bucket itself."""
-    plain, stage = layer_backward(load), stage_of(load.settings)
-    if not load.trains_all or stage == 1 or (stage == 2 and not load.is_half):
+    """Most that a layer holds in its backward pass: in stage 3 with the gradients of its weights as they come,
+    and with the float32 numbers, end to end, in which full buckets are summed."""
+    plain = layer_backward(load)
+    if not load.trains_all or stage_of(load.settings) < 3:
         return plain
-    each = 4 if stage == 3 else load.a + 4
-    at_last = mlp_output_backward(load) + (load.a * largest_matrix(load.shape) if stage == 3 else 0)
+    at_last = mlp_output_backward(load) + load.a * largest_matrix(load.shape)
     moments = {LAST: at_last} | dict.fromkeys(MLP_NAMES - {LAST}, after_mlp_backward(load))
     summing = (
-        moments.get(name, attention_backward(load)) + each * count
+        moments.get(name, attention_backward(load)) + 4 * count
         for name, count in filled_buckets(load)[0].items()
     )
     return max(plain, at_last, *summing)
@@ -113,20 +105,11 @@ def filled_buckets(load: Workload) -> tuple[dict[str, int], int]:
     return most, waiting
 
 
-def _laid_out(settings: Settings, shape: ModelShape, *, is_last: bool) -> int:
-    """Bytes in which stage 2 lays out the float32 gradients of one rank's weights, where whole weights are
-    trained: all of each weight of which any part is the rank's.
-
-    Source: deepspeed 0.19.8, stage_1_and_2.py, copy_grads_in_partition (`total_size`).
-    """
-    part = part_bytes(settings, shape)
-    if settings.adapter is not None or not part:
-        return part
-    numbers = -(-shape.num_parameters // settings.num_processes)
-    ends = (shape.num_head,) if is_last else (shape.num_embedding, shape.num_head)
-    # A rank with the rest of a weight that is larger than a part has all of it, and what follows.
-    spread = [end + (-end) % numbers for end in ends if end > numbers]
-    return 4 * (max(numbers, *spread, 0) + largest_matrix(shape))
+def buckets_of(load: Workload) -> Cut:
+    """The weights of stage 2, as they are cut and summed."""
+    settings = load.settings
+    away = waits_on_host(settings)
+    return cut_of(load.shape, settings.num_processes, bucket_of(load.shape), load.a, is_away=away)
 
 
 def part_bytes(settings: Settings, shape: ModelShape) -> int:
