@@ -88,6 +88,9 @@ OWN = {"value": "own"}
 NO_KL = {"beta": 0.0}
 LORA_OFF = {"adapter": LORA, "reference": "adapter_off"}
 NO_CLIP = {"optim": {"max_grad_norm": None}}
+TWO = {"num_processes": 2}
+FSDP = TWO | {"engine": "fsdp2", "loads_shards": True}
+"""As every plan with FSDP2 has it: each rank reads its own rows."""
 
 
 @dataclass(frozen=True)
@@ -343,9 +346,9 @@ STREAMED = {
         {"attention": "masked"},
     ),
     "streamed, padded": streamed(LLAMA, {"padding_free": False}),
-    "streamed, FSDP2": streamed(LLAMA, {"num_processes": 2, "engine": "fsdp2"}),
-    "streamed, FSDP2, accumulating": streamed(QWEN, {"num_processes": 2, "engine": "fsdp2"} | HALF, 2),
-    "streamed, FSDP2, LoRA": streamed(LLAMA, {"num_processes": 2, "engine": "fsdp2", "adapter": LORA}),
+    "streamed, FSDP2": streamed(LLAMA, FSDP),
+    "streamed, FSDP2, accumulating": streamed(QWEN, FSDP | HALF, 2),
+    "streamed, FSDP2, LoRA": streamed(LLAMA, FSDP | {"adapter": LORA}),
     "streamed, experts": streamed(
         SMALL | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 32, "moe_intermediate_size": 96}, HALF
     ),
@@ -488,8 +491,6 @@ ARCHITECTURES = {
     "mixtral, step in backward": sft(MIXTRAL, {"in_backward": True} | EVERY | HALF, **NO_CLIP),
     "mixtral, evened, checkpointed": arch("mixtral", EVENED | EVERY, sliding_window=None, **EXPERTS),
 }
-TWO = {"num_processes": 2}
-FSDP = TWO | {"engine": "fsdp2"}
 AWAY = {"shard_offload": "parameters"}
 ULYSSES = {"context_by": "ulysses"}
 LEARNT = HeaviestBatch(rows=1, tokens=512, scored_tokens=512, longest=512)

@@ -110,20 +110,17 @@ def estimate(
 
 
 def _loading(load: Workload) -> Moment:
-    """The model as it is loaded: whole on every rank and then cut, unless each reads its own rows.
+    """The model as it is loaded: each rank of FSDP2 reads its own rows, DeepSpeed cuts whole weights.
 
-    transformers' Trainer cuts it as it reads: `deepspeed.zero.Init` under ZeRO-3, FSDP from the host.
+    transformers' Trainer cuts as it reads: `deepspeed.zero.Init` under ZeRO-3, FSDP from the host.
     """
     resting = _resting(load, has_state=False) | {
         "batch": 0,
         "master copies": copies_at_load(load.settings, load.shape),
     }
-    cuts_first = load.settings.loads_shards or load.batch.foreign is not None
     if uses_zero(load.settings) and load.batch.foreign is None:
         return max(loading_moments(load, resting, weights_bytes(load.settings, load.shape)), key=total)
-    if not shards_weights(load.settings) or cuts_first:
-        return resting
-    return resting | {"weights": weights_bytes(load.settings, load.shape)}
+    return resting
 
 
 def total(moment: Moment) -> int:

@@ -96,13 +96,6 @@ def test_the_gradients_of_one_layer_at_a_time_are_whole(make_settings):
     assert {moment["gradients"] for moment in holding if "recomputation" in moment} == {part + largest}
 
 
-def test_every_rank_loads_the_whole_model_first(make_settings):
-    batch = HeaviestBatch(1, 16, 16, 16)
-    made = estimate(make_settings(num_processes=2, engine="fsdp2"), shape_of(TINY), batch)
-    load = next(phase for phase in made.phases if phase.phase == "load")
-    assert {owned.owner: owned.num_bytes for owned in load.owners}["weights"] == 4 * WHOLE
-
-
 def test_a_rank_that_reads_its_own_rows_loads_its_share(make_settings):
     batch = HeaviestBatch(1, 16, 16, 16)
     settings = make_settings(num_processes=2, engine="fsdp2", loads_shards=True)

@@ -383,13 +383,16 @@ def test_owners_of_a_trace_are_known_and_sum_to_each_peak():
     assert steady["optimizer"] == pytest.approx(4 * weights, rel=0.001)
 
 
-def test_a_rank_that_reads_its_own_rows_never_has_the_whole_model():
-    whole = trace(CASES["FSDP2"].job).recorder.phase_peaks["load"]
-    case = CASES["FSDP2"]
-    own = trace(replace(case, changes=case.changes | {"loads_shards": True}).job).recorder
-    reported = replace(case, changes=case.changes | {"loads_shards": True}).estimated().phases[0]
-    assert (reported.phase, reported.num_bytes) == ("load", pytest.approx(own.phase_peaks["load"], rel=0.001))
-    assert own.phase_peaks["load"] < 0.5 * whole
+IN_SHARDS = [name for name in CASES if "FSDP2" in name]
+LOADED = ("FSDP2", "distill, a model, FSDP2", "FSDP2, dpo, a copy", "streamed, FSDP2, accumulating")
+
+
+@pytest.mark.parametrize("name", [*LOADED, *slowly(*(name for name in IN_SHARDS if name not in LOADED))])
+def test_a_rank_that_reads_its_own_rows_never_has_the_whole_model(name):
+    """Nor a whole reference or teacher: cases that loaded them whole, as no plan does, held 7 to 34 % more
+    than was predicted."""
+    reported = next(one for one in CASES[name].estimated().phases if one.phase == "load")
+    assert reported.num_bytes == pytest.approx(traced_here(name).phase_peaks["load"], rel=0.007)
 
 
 def test_a_trace_feeds_the_model_of_the_cuda_allocator():
