@@ -35,7 +35,9 @@ from memtrain.memory.estimate.experts import (
 )
 from memtrain.memory.estimate.flash_scratch import flash_scratch
 from memtrain.memory.estimate.quantized import LAST, packs_itself, unpacked
+from memtrain.memory.estimate.query_norms import query_norm_backward
 from memtrain.memory.estimate.seen_layers import seen_backward, seen_forward, seen_kept
+from memtrain.memory.estimate.segment_calls import call_results
 from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.model_shape.shape import MLP_NAMES
 
@@ -271,6 +273,7 @@ def attention_backward(load: Workload) -> int:
     attention = attention_kept(load) + norm_kept(load, shape.width, num_scales=1)
     attention += a * N * (2 * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
     attention += gathered_backward(load) + flash_scratch(load) + windows_backward(load)
+    attention += call_results(load)[1]
     if load.settings.attention == "masked":
         # Gradients of the softmax's output and input; the rounded copy of the output is gone.
         held, at_once = score_pairs(load)
@@ -278,7 +281,7 @@ def attention_backward(load: Workload) -> int:
         attention += at_once * shape.num_heads * made
     if makes_own_scores(load):
         attention += 8 * _scores(load)
-    return attention
+    return max(attention, query_norm_backward(load, norm_kept(load, shape.width, num_scales=1)))
 
 
 @once

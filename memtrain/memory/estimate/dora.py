@@ -62,7 +62,18 @@ def norms_recomputed(load: Workload, kept: int, keeps_product: bool) -> int:
         begun = 2 * a + 8 if load.is_half else a
         return kept + N * width * begun + norms_forward(load, LAST)
     later = a * N * load.shape.mlp_width * (2 + keeps_product)
-    return kept + 2 * a * N * width - later + norms_forward(load, *FACTORS)
+    norms = norms_forward(load, *FACTORS) - later
+    return kept + 2 * a * N * width + max(norms, factor_scaled(load, keeps_product))
+
+
+@once
+def factor_scaled(load: Workload, keeps_product: bool) -> int:
+    """Bytes where the second factor is scaled, beside all that its layer will have kept: the product is not
+    there, and of a packed map the output once more."""
+    if not scales(load, *FACTORS):
+        return 0
+    product = load.a * load.N * load.shape.mlp_width
+    return scaled_forward(load, *FACTORS) + ((load.settings.quantize != "none") - keeps_product) * product
 
 
 def scaled_forward(load: Workload, *names: str) -> int:

@@ -12,6 +12,9 @@ from memtrain.memory.estimate.weights_offload import adapter_of_layer, gradients
 from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.plan.engine_kinds import is_sharded
 
+ENTERING = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+"""Maps before a layer's attention, whose gradients come after its own."""
+
 
 class GradientBytes(NamedTuple):
     """Bytes of gradients in the order of a backward pass."""
@@ -57,13 +60,14 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
     embedding = load.a * shape.num_embedding if trains_all else 0
     own_embedding = size * shape.num_embedding if trains_all else 0
     weight = (load.a + widened) * shape.largest_linear if trains_all else 0
+    there = _there_in_turn(load)
     of_layer = shape.num_per_layer(expert=shape.num_expert_layers > 0)
     if settings.slice_tokens or shape.num_expert_layers:
         # Gradients of a layer's weights are in its sums until its last slice is through; those of stacks of
         # experts are counted at their own moments (`peaks`).
-        weight = 0
+        weight = there = 0
     else:
-        of_layer -= shape.largest_linear
+        of_layer -= there
     # A tied head's gradient waits for the embedding's, which is added to it: in half precision into a third;
     # where sums are wide, each is widened as it comes.
     waits = own_embedding if shape.tied else 0
@@ -92,8 +96,18 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
     later = of_layer * size if trains_all else _adapters_before_mlp(load)
     in_first = whole - own_embedding + (waiting if shape.tied else 0) - later
     in_embedding = whole - own_embedding + coming
-    in_turn = waiting + weight, in_first, in_embedding
+    turn = max(weight, size * there) if trains_all else 0
+    in_turn = waiting + turn, in_first, in_embedding
     return GradientBytes(0, waiting, *in_turn, arriving, whole, 0, widens=widened // load.a)
+
+
+def _there_in_turn(load: Workload) -> int:
+    """Numbers of a layer's matrices whose gradients are there at its highest moment: its MLP's last, or,
+    where the attention's moment is the higher, all but those of queries, keys and values."""
+    if attention_backward(load) <= mlp_backward(load):
+        return load.shape.largest_linear
+    later = [part for part in load.shape.linears if part.name not in ENTERING]
+    return sum(part.num_inputs * part.num_outputs for part in later)
 
 
 def buckets_of_ddp(load: Workload) -> int:

@@ -15,6 +15,7 @@ from memtrain.memory.estimate.activations import (
     layer_boundary,
     layer_kept,
     mlp_output_backward,
+    needs_product,
     norm_backward,
     norm_kept,
     scratch_at_peak,
@@ -23,7 +24,7 @@ from memtrain.memory.estimate.adapters import rounded_adapters, without_adapters
 from memtrain.memory.estimate.auxiliary_models import OF_VALUE, value_load, value_model
 from memtrain.memory.estimate.backward_steps import head_step, layer_steps
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
-from memtrain.memory.estimate.dora import norms_forward
+from memtrain.memory.estimate.dora import factor_scaled, norms_forward
 from memtrain.memory.estimate.experts import experts_forward, stacks_backward, widest_mlp
 from memtrain.memory.estimate.flash_scratch import SCRATCH
 from memtrain.memory.estimate.gradients import GradientBytes, buckets_of_ddp, gradients_in_order
@@ -261,7 +262,8 @@ def _in_forward(load: Workload) -> int:
     if load.settings.checkpoint_every or load.settings.slice_tokens or load.settings.weights_offload:
         return 0
     held = experts_forward(load, keeps_input=keeps_mlp_input(load))
-    return kept(load).at_loss + max(held, norms_forward(load, *MLP_NAMES))
+    scaled = factor_scaled(load, needs_product(load)) + 2 * layer_boundary(load)
+    return kept(load).at_loss + max(held, norms_forward(load, *MLP_NAMES), scaled)
 
 
 def offloaded_backward(load: Workload) -> int:

@@ -63,6 +63,7 @@ class SegmentLoop:
             out_BhLD, lse_BhL = cls.attended(*of_call, is_causal=part.is_causal, scale=scale)
             out_into_BhLD.copy_(out_BhLD)
             lse_into_BhL.copy_(lse_BhL)
+            del out_BhLD, lse_BhL
         return out_THD, lse_HT
 
     @classmethod
@@ -97,6 +98,8 @@ class SegmentLoop:
             dq_into_BhLD.copy_(dq_BhLD)
             write_sum(dk_BhLD, dk_into_1KLD)
             write_sum(dv_BhLD, dv_into_1KLD)
+            # Not beside the results of the next call.
+            del dq_BhLD, dk_BhLD, dv_BhLD
         return dq_THD, dk_TKD, dv_TKD
 
     @classmethod
