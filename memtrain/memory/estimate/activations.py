@@ -118,7 +118,7 @@ def layer_kept(load: Workload) -> int:
         return max(seen_kept(load))
     kept = norm_kept(load, shape.family.num_wide_norms * shape.width, num_scales=shape.family.num_wide_norms)
     # The inputs of the two groups of linear maps: q, k, v, and gate, up.
-    attention_input = _keeps_attention_input(load)
+    attention_input = keeps_attention_input(load)
     mlp_input = keeps_mlp_input(load)
     # What was dropped after the attention and after the MLP: a mask and a product each.
     kept += a * N * shape.width * (attention_input + mlp_input + 4 * shape.hidden_dropout)
@@ -130,7 +130,8 @@ def keeps_mlp_input(load: Workload) -> bool:
     return load.trains_all or _keeps_input(load, "gate_proj", "up_proj", "gate_up_proj")
 
 
-def _keeps_attention_input(load: Workload) -> bool:
+def keeps_attention_input(load: Workload) -> bool:
+    """Whether the first maps of the attention keep their input."""
     return load.trains_all or _keeps_input(load, "q_proj", "k_proj", "v_proj", "qkv_proj")
 
 
@@ -141,7 +142,7 @@ def keeps_its_input(load: Workload) -> bool:
     """
     family = load.shape.family
     if family.norms_after and family.num_wide_norms == 2:
-        return _keeps_attention_input(load)
+        return keeps_attention_input(load)
     return not load.is_half or load.is_fused
 
 

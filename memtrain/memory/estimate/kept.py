@@ -10,7 +10,7 @@ from memtrain.memory.estimate.activations import (
     layer_kept,
     norm_kept,
 )
-from memtrain.memory.estimate.experts import widest_mlp
+from memtrain.memory.estimate.offloaded_layers import waiting_storages
 from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.quantized import packs_itself
 from memtrain.memory.estimate.seen_layers import seen_at_work, seen_kept
@@ -71,8 +71,7 @@ def kept(load: Workload) -> Kept:
     every, full = settings.checkpoint_every, layer_kept(load)
     boundary, tables = layer_boundary(load), positions_and_mask(load)
     if settings.offload == "all":
-        moving = load.a * load.N * (5 * widest_mlp(load) + 2 * load.shape.width)
-        waiting = full if load.shape.seen is not None else min(full, moving)
+        waiting = waiting_storages(load)
         return Kept(waiting + tables, waiting, tables, waiting + tables)
     if settings.slice_tokens:
         return _kept_streamed(load)

@@ -25,11 +25,12 @@ from memtrain.memory.estimate.auxiliary_models import OF_VALUE, value_load, valu
 from memtrain.memory.estimate.backward_steps import head_step, layer_steps
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
 from memtrain.memory.estimate.dora import factor_scaled, norms_forward
-from memtrain.memory.estimate.experts import experts_forward, stacks_backward, widest_mlp
+from memtrain.memory.estimate.experts import experts_forward, stacks_backward
 from memtrain.memory.estimate.flash_scratch import SCRATCH
 from memtrain.memory.estimate.gradients import GradientBytes, buckets_of_ddp, gradients_in_order
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.kept import kept, kept_bytes
+from memtrain.memory.estimate.offloaded_layers import offloaded_backward, storages_amid
 from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
 from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
@@ -256,7 +257,8 @@ def _in_forward(load: Workload) -> int:
     """Activations in a forward pass: several are on their way where they are offloaded. Where layers keep
     theirs, experts and DoRA's norms hold more in the last one than is kept."""
     if load.settings.offload == "all":
-        return layer_kept(load) + 2 * layer_boundary(load) + positions_and_mask(load)
+        held = max(layer_kept(load) + 2 * layer_boundary(load), storages_amid(load))
+        return held + positions_and_mask(load)
     if load.settings.slice_tokens and load.settings.offload == "boundaries":
         return forward_of_layer(load) + positions_and_mask(load)
     if load.settings.checkpoint_every or load.settings.slice_tokens or load.settings.weights_offload:
@@ -264,18 +266,6 @@ def _in_forward(load: Workload) -> int:
     held = experts_forward(load, keeps_input=keeps_mlp_input(load))
     scaled = factor_scaled(load, needs_product(load)) + 2 * layer_boundary(load)
     return kept(load).at_loss + max(held, norms_forward(load, *MLP_NAMES), scaled)
-
-
-def offloaded_backward(load: Workload) -> int:
-    """Most that a layer holds in its backward pass when all it kept is fetched back, one storage ahead.
-
-    A fit, not a count of tensors: traces of llama at two precisions, torch 2.13, come to a*N*(6*M + 2.5*W);
-    3*W is taken. docs/memory.md has its error (`offloading all`). Of layers that no formula knows all that
-    one kept is taken to be back at once.
-    """
-    if load.shape.seen is not None:
-        return layer_backward(load)
-    return load.a * load.N * (6 * widest_mlp(load) + 3 * load.shape.width)
 
 
 def reference_pass(load: Workload, head: HeadBytes, gathered: ReferenceWeights = (0, 0)) -> int:
