@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,11 @@ from memtrain.errors import RecipeError
 from memtrain.recipes.importers.shell import commands, names_in
 
 _DEVICES = ("--num_processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-processes")
-_NODES = ("--nnodes", "--num_machines")
+_OF_ALL = ("--num_processes", "--num-processes")
+"""Of `_DEVICES`, accelerate's, which counts those of all its machines."""
+_NODES = ("--nnodes", "--num_machines", "--num_nodes")
+_OF_ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "NPROC_PER_NODE", "NNODES")
+"""Variables that say how many devices there are; the latter two are LLaMA-Factory's own."""
 _LAUNCHERS = {
     "dynamo_backend",
     "gpu_ids",
@@ -82,12 +87,10 @@ def read_command(text: str, name: str) -> CommandLine:
 
     Raises: RecipeError when its quotes do not close.
     """
-    found = [(_parsed(line, name), known) for line, known in commands(text)]
+    found = [_parsed(line, name, known) for line, known in commands(text)]
     if not found:
         raise RecipeError(f"{name} holds no command", name, "paste the command that trains")
-    best, known = max(found, key=lambda one: len(one[0].keys))
-    if best.processes is None and (visible := known.get("CUDA_VISIBLE_DEVICES")):
-        best.processes = len([word for word in visible.split(",") if word.strip()])
+    best = max(found, key=lambda one: len(one.keys))
     _leave_unset(best)
     return best
 
@@ -106,25 +109,27 @@ def _leave_unset(made: CommandLine) -> None:
             made.keys[key] = last
 
 
-def _parsed(line: str, name: str) -> CommandLine:
+def _parsed(line: str, name: str, known: Mapping[str, str]) -> CommandLine:
     try:
         words = shlex.split(line, comments=True)
     except ValueError as error:
         raise RecipeError(f"the command cannot be read: {error}", name, "close its quotes") from None
     made = CommandLine([])
-    nodes, at = 1, 0
+    is_of_all = False
+    said, at = {key: known[key] for key in _OF_ENVIRONMENT if key in known}, 0
     while at < len(words):
         word = words[at]
         flag, has_value, value = word.partition("=")
-        if word.startswith("CUDA_VISIBLE_DEVICES="):
-            made.processes = len([one for one in value.split(",") if one.strip()])
+        if flag in _OF_ENVIRONMENT and has_value and not made.words:
+            said[flag] = value  # A variable of the environment.
         elif word.startswith("--"):
             if not has_value:
                 at, value = _argument(words, at)
             if flag in _DEVICES and str(value).isdigit():
                 made.processes = int(value)
+                is_of_all = flag in _OF_ALL
             elif flag in _NODES and str(value).isdigit():
-                nodes = int(value)
+                said["NNODES"] = str(value)
             elif flag == "--config_file":
                 made.keys["accelerate_config"] = value
             elif flag == "--config" and str(value).endswith((".yaml", ".yml")):
@@ -140,9 +145,19 @@ def _parsed(line: str, name: str) -> CommandLine:
                 _take_launchers(made)
             _name_file(made, word)
         at += 1
-    if made.processes is not None:
-        made.processes *= nodes
+    _count_devices(made, said, is_of_all=is_of_all)
     return made
+
+
+def _count_devices(made: CommandLine, said: Mapping[str, str], *, is_of_all: bool) -> None:
+    """Set the number of processes by the launcher's arguments, else by variables; those of all nodes."""
+    visible = [one for one in said.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    if made.processes is None and said.get("NPROC_PER_NODE", "").isdigit():
+        made.processes = int(said["NPROC_PER_NODE"])
+    elif made.processes is None and visible:
+        made.processes = len(visible)
+    if made.processes is not None and not is_of_all and said.get("NNODES", "").isdigit():
+        made.processes *= int(said["NNODES"])
 
 
 def _name_file(made: CommandLine, word: str) -> None:

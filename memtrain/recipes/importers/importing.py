@@ -91,8 +91,12 @@ class Imported:
         Raises: RecipeError with what the configuration lacks.
         """
         if self.recipe is None:
-            # The recipe is in no file yet: its lines are nobody's.
-            raise RecipeError([replace(one, where=f"{self.name}, read as a recipe") for one in self.faults])
+            # The recipe is in no file yet: its lines are nobody's, and a key of it cannot be written.
+            faults = [replace(one, where=f"{self.name}, read as a recipe") for one in self.faults]
+            named = "name the model: --model owner/name"
+            raise RecipeError(
+                [replace(one, fix=named) if "model.path" in one.what else one for one in faults]
+            )
         return self.recipe
 
 

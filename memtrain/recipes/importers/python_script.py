@@ -45,6 +45,9 @@ _ARITHMETIC: Mapping[type[ast.operator], Callable[[float, float], float]] = {
     ast.Div: _divide,
 }
 
+_OF_ENVIRONMENT = ("os.environ.get", "os.getenv", "environ.get", "getenv")
+"""Functions whose second argument is what they give where nothing sets the variable."""
+
 MOST_BYTES = 2**20
 """Largest script that is read. Taste."""
 
@@ -192,8 +195,19 @@ def _written(node: ast.expr, known: dict[str, Any]) -> Any:
             return _written(body if _written(test, known) else other, known)
         case ast.Call(func=function) if ast.unparse(function).rpartition(".")[2] in _SUPPORTED:
             return True
+        case ast.Call(func=function, args=[_, default]) if ast.unparse(function) in _OF_ENVIRONMENT:
+            return _written(default, known)
+        case ast.JoinedStr(values=parts):
+            return "".join(str(_written(_inside(part), known)) for part in parts)
         case _:
             raise KeyError(ast.unparse(node)[:80])
+
+
+def _inside(part: ast.expr) -> ast.expr:
+    """The expression in a part of an f-string; its form is left out where there is none."""
+    if isinstance(part, ast.FormattedValue) and part.format_spec is None and part.conversion == -1:
+        return part.value
+    return part
 
 
 def _number(value: Any) -> float | int:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from memtrain.errors import RecipeError
 from memtrain.recipes.importers.importing import Imported, import_config, read_foreign
 
 TRAIN = """
@@ -90,6 +91,24 @@ def test_arguments_of_a_command_are_those_of_its_script(kind: str, tmp_path: Pat
     assert (recipe.train.batch_size, recipe.memory.activation_checkpointing) == (8, "on")
     assert [one.source for one in recipe.data.train] == ["my.jsonl"]  # pyright: ignore[reportOptionalIterable]
     assert "batch_size" not in " ".join(made.notes)
+
+
+def test_a_variable_of_the_environment_has_its_default_and_a_text_its_values(tmp_path: Path):
+    script = "size = 4\nname = os.environ.get('MODEL', f'a/{'small'}-{size}B')\nrows = os.getenv('ROWS')\n"
+    script += (
+        "SFTTrainer(model=name, args=SFTConfig(output_dir=f'o/{rows}', seed=int(os.getenv('S', '1'))))\n"
+    )
+    (tmp_path / "train.py").write_text(script.replace("{'small'}", "small"))
+    made = imported(str(tmp_path / "train.py"))
+    assert made.whole().model.path == "a/small-4B"
+    assert "output_dir: f'o/{rows}' is not carried over" in " ".join(made.notes), "Nothing says the rows."
+
+
+def test_a_model_that_is_computed_is_asked_for_by_its_option(tmp_path: Path):
+    (tmp_path / "train.py").write_text("SFTTrainer(model=sys.argv[1], args=SFTConfig(max_length=64))\n")
+    with pytest.raises(RecipeError) as refused:
+        imported(str(tmp_path / "train.py")).whole()
+    assert [one.fix for one in refused.value.faults] == ["name the model: --model owner/name"]
 
 
 def test_classes_that_hold_constants_are_read_and_are_no_value_themselves(tmp_path: Path):

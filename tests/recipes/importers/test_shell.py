@@ -33,6 +33,24 @@ def test_a_variable_is_read_as_the_shell_reads_it(before: str):
     }
 
 
+@pytest.mark.parametrize(
+    ("start", "processes"),
+    [
+        ("accelerate launch --num_machines 2 --num_processes 16", 16),
+        ("torchrun --nnodes 2 --nproc_per_node 4", 8),
+        ("deepspeed --num_nodes 2 --num_gpus 4", 8),
+        ("FORCE_TORCHRUN=1 NNODES=1 NPROC_PER_NODE=2 llamafactory-cli", 2),
+        ("export NNODES=2\nexport NPROC_PER_NODE=4\nCUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli", 8),
+        ("export CUDA_VISIBLE_DEVICES=0,1,2\npython", 3),
+        ("NPROC_PER_NODE=8 CUDA_VISIBLE_DEVICES=4 torchrun --nproc_per_node 1", 1),
+        ("python", None),
+    ],
+)
+def test_devices_are_those_of_all_nodes(start: str, processes: int | None):
+    """accelerate counts those of all its machines, and was multiplied; LLaMA-Factory's were not read."""
+    assert read_command(f"{start} train.py --max_length 512", "run.sh").processes == processes
+
+
 def test_a_default_stands_where_nothing_sets_the_variable(monkeypatch: pytest.MonkeyPatch):
     text = "python train.py --max_length ${ROWS:-2048} --lr ${RATE-1e-5}"
     assert keys_of(text) == {"max_length": 2048, "lr": 1e-5}
