@@ -316,7 +316,7 @@ def _is_reached(recipe: Recipe, facts: PlannerInputs) -> bool:
     recipe = with_key(recipe, "cluster.context_parallel", 1)
     allowed = [name for name in allowed_in_turn()[-1] if name != "shorter_sequences"]
     least = with_key(recipe, "memory.allow", tuple(dict.fromkeys((*recipe.memory.allow, *allowed))))
-    least = with_key(least, "length.max_length", LENGTH_STEP)
+    least = without_engine(with_key(least, "length.max_length", LENGTH_STEP))
     return _fitting(least, facts.at_length(LENGTH_STEP)) is not None
 
 
@@ -324,16 +324,24 @@ def _wishes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Recipe]]:
     for allowed in allowed_in_turn():
         one = with_key(recipe, "memory.allow", tuple(dict.fromkeys((*recipe.memory.allow, *allowed))))
         yield allowed, one
-        if recipe.cluster.processes == 1 or allowed:
+        if allowed:
             continue
-        if OPTIMIZERS[recipe.optim.kind].is_bitsandbytes:
+        is_one = recipe.cluster.processes == 1
+        if not is_one and OPTIMIZERS[recipe.optim.kind].is_bitsandbytes:
             # States in shards are of AdamW alone: whole ones in place of rounded ones.
             one = with_key(one, "optim.kind", "adamw")
             yield allowed, one
-        if recipe.online is None:
+        if recipe.online is None and not is_one:
             yield allowed, with_key(one, "cluster.context_parallel", "auto")
-        elif recipe.generation.backend == "vllm":
-            yield allowed, with_key(with_key(one, "generate.backend", "auto"), "generate.vllm", None)
+        elif (native := without_engine(one)) != one:
+            yield allowed, native
+
+
+def without_engine(recipe: Recipe) -> Recipe:
+    """The same, with no vLLM that somebody asked for."""
+    if recipe.online is None or recipe.generation.backend != "vllm":
+        return recipe
+    return with_key(with_key(recipe, "generate.backend", "auto"), "generate.vllm", None)
 
 
 def _text(

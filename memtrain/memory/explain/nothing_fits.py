@@ -8,10 +8,18 @@ from functools import cached_property
 
 from memtrain.errors import OR, DoesNotFit, Fault
 from memtrain.memory.estimate.peaks import estimate
-from memtrain.memory.estimate.pricing import MARGIN_BYTES, MARGIN_SHARE, PlannerInputs, Priced, heaviest
+from memtrain.memory.estimate.pricing import (
+    MARGIN_BYTES,
+    MARGIN_SHARE,
+    PlannerInputs,
+    Priced,
+    budget_of,
+    heaviest,
+)
 from memtrain.memory.estimate.static import usable
 from memtrain.memory.explain.suggestions import LEAST_LENGTH, Change, Suggestion, suggestions
-from memtrain.memory.hardware.devices import Hardware, known_names
+from memtrain.memory.generation.vllm import shares_device
+from memtrain.memory.hardware.devices import Hardware, known_names, presumed_host
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.rules.context_parallel import PATH as CONTEXT
@@ -60,6 +68,12 @@ PACKED = Change(
 LESS_IN_ALL = ((PACKED,),)
 """Changes where the host is too small for what the device can do without."""
 
+NATIVE = (
+    Change("generate.backend: native", {}, {"generate.backend": "native"}),
+    Change("generate.vllm: null", {}, {"generate.vllm": None}),
+)
+"""Changes by which no engine beside the run holds a part of the device."""
+
 Plan = Callable[[SourcedRecipe, PlannerInputs], Priced | None]
 """The planner: the fastest plan that fits; None where none does, or the request is refused."""
 
@@ -92,7 +106,9 @@ class NoPlan(DoesNotFit):
         if self.fits_device:
             return on_host
         beyond = f"; smaller ones wait in host memory: {on_host}" if on_host else ""
-        return _what(self.closest, self.budget, self.facts.hardware) + beyond
+        taken = budget_of(self.asked.recipe, self.facts.hardware) - self.budget
+        beside = f", {gib(taken)} of which vLLM holds while weights are trained" if taken > 0 else ""
+        return _what(self.closest, self.budget + taken, self.facts.hardware, beside) + beyond
 
     @property
     def where(self) -> str:
@@ -167,6 +183,9 @@ class _Search:
 
     def _each(self) -> Iterator[Suggestion | None]:
         changes = self._changes()
+        if shares_device(self.asked.recipe):
+            news = tuple(one for one in NATIVE if not self._has(one))
+            yield self._planned(news, {}, self.facts)
         if self._lacks_host:
             yield self._host()
         if self._fits_device and self.asked.recipe.memory.weights_offload in ("on", "all"):
@@ -243,8 +262,7 @@ class _Search:
             a_node = min(count, NODE)
             machine = replace(hardware, num_devices=a_node, num_nodes=count // a_node)
             if hardware.presumes_host:
-                host = max(hardware.host_bytes, a_node * hardware.memory_bytes)
-                machine = replace(machine, host_bytes=host)
+                machine = replace(machine, host_bytes=presumed_host(hardware.sold_bytes, a_node))
             made = self._planned(
                 (Change(words), *_one(change)),
                 extra,
@@ -325,14 +343,14 @@ def _one(change: Change | None) -> tuple[Change, ...]:
     return () if change is None else (change,)
 
 
-def _what(closest: Priced, budget: int, hardware: Hardware) -> str:
+def _what(closest: Priced, budget: int, hardware: Hardware, beside: str) -> str:
     peak = closest.prediction.peak
     # A budget in GiB that cards are sold with is for a card of that size, which has a little less.
     card = f" of {hardware.name}" if hardware.sold_bytes and budget == hardware.memory_bytes else ""
     owners = ", ".join(f"{owned.owner} {gib(owned.num_bytes)}" for owned in peak.owners[:3])
     return (
-        f"no plan fits {gib(budget)}{card}: the smallest needs {gib(closest.need_bytes)} (margin included), "
-        f"{gib(peak.num_bytes)} of it live tensors in the {peak.phase} ({owners})"
+        f"no plan fits {gib(budget)}{card}{beside}: the smallest needs {gib(closest.need_bytes)} (margin "
+        f"included), {gib(peak.num_bytes)} of it live tensors in the {peak.phase} ({owners})"
     )
 
 

@@ -102,7 +102,7 @@ class Hardware:
     @property
     def presumes_host(self) -> bool:
         """Whether nobody said how much memory the host has: it is what is assumed beside named cards."""
-        return self.sold_bytes > 0 and self.host_bytes == _presumed_host(self.sold_bytes, self.num_devices)
+        return self.sold_bytes > 0 and self.host_bytes == presumed_host(self.sold_bytes, self.num_devices)
 
     @staticmethod
     def for_budget(num_bytes: int, num_devices: int = 1) -> Hardware:
@@ -299,12 +299,12 @@ def _card_of(driver_name: str, capability: tuple[int, int]) -> Card:
 
 def _of_table(card: Card, num_devices: int) -> Hardware:
     sold = card.sold_gib * GIB
-    host = _presumed_host(sold, num_devices)
+    host = presumed_host(sold, num_devices)
     found = _from_card(card, num_devices, card.memory_bytes, host, 8 * num_devices)
     return replace(found, sold_bytes=sold)
 
 
-def _presumed_host(sold_bytes: int, num_devices: int) -> int:
+def presumed_host(sold_bytes: int, num_devices: int) -> int:
     """Host memory that is assumed beside so many named cards."""
     return max(64 * GIB, int(HOST_PER_CARD * num_devices * sold_bytes))
 

@@ -13,6 +13,7 @@ from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.units import GIB
 from memtrain.recipes.importers.importing import TOOLS, Foreign, read_foreign
 from memtrain.recipes.importers.own_changes import SEGMENTS, changes_of
+from memtrain.recipes.reading.load import load_text
 
 FULL = {
     "base_model": "mistralai/Mistral-7B-v0.1",
@@ -272,3 +273,22 @@ def test_verls_micro_batches_are_of_fewer_tokens_where_it_counts_them():
     assert [edit for one in kinds if (edit := one.edit(config))] == [{key: 8192}, {key: 4096}]
     still = {**config, "actor_rollout_ref.actor.use_dynamic_bsz": False}
     assert all(key not in one.edit(still) for one in kinds)
+
+
+def test_completions_are_written_without_vllm_where_its_weights_have_no_room(tmp_path: Path):
+    """8B in 4 bits on a T4: Unsloth's vLLM reads the same 4-bit weights, memtrain's has its own of 15 GiB. No
+    plan was found, and native generation fits with the same result."""
+    (tmp_path / "grpo.py").write_text(
+        "model, tokens = FastLanguageModel.from_pretrained(model_name='meta-llama/Llama-3.1-8B-Instruct',\n"
+        "    max_seq_length=2048, load_in_4bit=True, fast_inference=True, gpu_memory_utilization=0.8)\n"
+        "model = FastLanguageModel.get_peft_model(model, r=32, use_gradient_checkpointing='unsloth')\n"
+        "args = GRPOConfig(optim='paged_adamw_8bit', num_generations=4, max_prompt_length=256,\n"
+        "    per_device_train_batch_size=4, max_completion_length=1792, output_dir='o')\n"
+        "trainer = GRPOTrainer(model=model, reward_funcs=[good], args=args, train_dataset=rows)\n"
+    )
+    found = rescued(RescueQuestion(str(tmp_path / "grpo.py"), gpu="t4"))
+    assert found.plan is not None
+    assert found.plan.settings.sampler == "native"
+    assert plan_learns(found) == ()
+    recipe = load_text(found.recipe_text, "rescued.yaml").recipe
+    assert (recipe.generation.backend, recipe.generation.vllm) == ("auto", None)

@@ -35,12 +35,12 @@ def ways(ask: Ask, known: PlannerInputs, **said: Any) -> tuple[str, list[str]]:
 def test_seventy_billion_weights_in_full_on_one_card_have_three_ways_out(
     ask: Ask, facts_of: Any, profile_of: Any
 ):
-    """131 GiB of weights, twice that of gradients, on 80 GiB: rounded weights, or 16 cards."""
+    """131 GiB of weights, twice that of gradients, on 80 GiB: rounded weights, or 8 cards and their host."""
     what, reported = ways(ask, facts(facts_of, profile_of, "llama-3.3-70b", "h100"))
     assert "gradients 262.8 GiB, weights 131.4 GiB" in what
     assert len(reported) == 3
     assert "quantize: 4bit" in reported[0]
-    assert reported[1].startswith("16 GPUs with cluster.engine: fsdp2 (peak ")
+    assert reported[1].startswith("8 GPUs with cluster.engine: fsdp2 (peak ")
     assert all("(peak " in way for way in reported)
 
 
@@ -153,3 +153,35 @@ def test_what_no_change_makes_fit_says_how_far_changes_go(ask: Ask, facts_of: An
     known = facts_of(cpu(8 * GIB, 4), profile_of(*[2048] * 8), dict(config or {}))
     _, reported = ways(ask, known)
     assert reported[0].startswith("a larger device; the furthest that changes of the recipe go is ")
+
+
+def test_more_cards_are_presumed_to_have_the_host_that_they_have_elsewhere(
+    ask: Ask, facts_of: Any, profile_of: Any
+):
+    """8 were offered where `--solve num_gpus` and a plan for 4 said that 4 are enough: 94 GiB of host stood
+    beside them, not 168."""
+    known = facts(facts_of, profile_of, "llama-3.1-8b", "4090")
+    _, reported = ways(ask, known, model__dtype="bfloat16", optim__master_weights=True)
+    (cards,) = [way for way in reported if " GPUs with " in way]
+    number = int(cards.split(" ")[0])
+    config = known_config("llama-3.1-8b")
+    assert config is not None
+    several = facts_of(Hardware.named("4090", number), profile_of(*[2048] * 64), dict(config))
+    asked = {"model__dtype": "bfloat16", "optim__master_weights": True, "cluster__engine": "fsdp2"}
+    found = ask(several, **asked, cluster__processes=number)
+    assert cards == f"{number} GPUs with cluster.engine: fsdp2 (peak {gib(found.prediction.peak.num_bytes)})"
+    assert number == 4
+
+
+def test_vllm_is_told_and_generation_without_it_is_a_way_out(ask: Ask, facts_of: Any, profile_of: Any):
+    """4B on 9.64 GiB, of which vLLM asleep holds 1.20: "no plan fits 8.44 GiB", and other cards alone."""
+    known = facts(facts_of, profile_of, "qwen3-4b", "3080")
+    known = replace(known, presumed=known.presumed | {"vllm"})
+    run = {"method": "grpo", "rewards__functions": "exact_answer", "generate__max_tokens": 128}
+    run |= {"model__adapter": {"r": 8}, "train__batch_size": 8, "train__max_steps": 10}
+    vllm = {"generate__backend": "vllm", "generate__vllm": {"python": "python"}}
+    what, reported = ways(ask, known, **run, **vllm)
+    assert what.startswith(
+        "no plan fits 9.64 GiB of 3080, 1.20 GiB of which vLLM holds while weights are trained: "
+    )
+    assert reported[0].startswith("generate.backend: native and generate.vllm: null (peak ")
