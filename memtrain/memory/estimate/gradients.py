@@ -85,9 +85,8 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
         return GradientBytes(0, waits, *in_turn, arriving, at_step, 0)
     if accumulates:
         held = whole + waits
-        widening = (
-            0 if shape.tied else of_head + of_head // load.a * widened + 2 * load.a * load.S * shape.width
-        )
+        widening = of_head + of_head // load.a * widened + 2 * load.a * load.S * shape.width
+        widening *= not shape.tied
         in_turn = held, held, whole + coming
         return GradientBytes(
             whole, held, *in_turn, arriving, whole, weight, widening, widens=widened // load.a

@@ -106,7 +106,8 @@ class NoPlan(DoesNotFit):
         if self.fits_device:
             return on_host
         beyond = f"; smaller ones wait in host memory: {on_host}" if on_host else ""
-        taken = budget_of(self.asked.recipe, self.facts.hardware) - self.budget
+        recipe = self.asked.recipe
+        taken = budget_of(recipe, self.facts.hardware) - self.budget if shares_device(recipe) else 0
         beside = f", {gib(taken)} of which vLLM holds while weights are trained" if taken > 0 else ""
         return _what(self.closest, self.budget + taken, self.facts.hardware, beside) + beyond
 
