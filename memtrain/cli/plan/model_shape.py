@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from typing import Any, Literal
 
 from memtrain.errors import LaunchError
-from memtrain.memory.model_shape.seen_layers import SeenLayers
+from memtrain.memory.model_shape.seen_layers import NOT_SEEN, SeenLayers
 from memtrain.memory.model_shape.shape import ModelShape, has_formula, shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.tools.trace.client import LayersJob, layers_job, seen_layers
@@ -35,6 +35,8 @@ def layers_seer(config: Mapping[str, Any], shape: ModelShape) -> Callable[[Setti
 
 
 def _with_seen_layers(config: dict[str, Any], shape: ModelShape, settings: Settings) -> ModelShape:
+    if shape.model_type in NOT_SEEN:
+        return replace(shape, unseen=NOT_SEEN[shape.model_type])
     found = _passed(layers_job(config, settings).model_dump_json())
     return replace(shape, unseen=found) if isinstance(found, str) else replace(shape, seen=found)
 

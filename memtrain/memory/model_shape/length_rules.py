@@ -157,7 +157,7 @@ PLAIN_LAYERS = frozenset(
 STATE_KEYS = ("ssm_cfg", "mamba_d_state", "state_size", "linear_num_value_heads")
 """Keys of configurations whose models have layers with a state, where no list says so."""
 
-STATE_TYPES = ("rwkv",)
+STATE_TYPES = ("rwkv", "xlstm")
 """Model types of which every layer has a state, and no key says so."""
 
 

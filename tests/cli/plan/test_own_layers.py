@@ -88,3 +88,15 @@ def test_lengths_whose_need_is_known_from_below_alone_are_not_said_to_fit_or_not
     found = json.loads(capsys.readouterr().out)["candidates"]
     assert found
     assert all(one["cost"]["fits"] is None for one in found)
+
+
+def test_layers_whose_passes_are_not_their_steps_are_not_passed(hybrid, tmp_path, capsys, monkeypatch):
+    """Two xLSTM layers were told as 17 MiB, and their trace needs 58: the plan said that they fit."""
+    monkeypatch.setattr(model_shape, "seen_layers", lambda job: pytest.fail("they were passed"))
+    start = HYBRID.index("config:")
+    config = "config: {model_type: xlstm, vocab_size: 1024, hidden_size: 64, num_heads: 4, num_blocks: 2}"
+    (tmp_path / "xlstm.yaml").write_text(f"{HYBRID[:start]}{config}\n  {HYBRID[HYBRID.index('tokenizer') :]}")
+    run(["plan", "xlstm.yaml", "--gpu", "h100", "--without-data", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] is None
+    assert "(xlstm) are not known: a step keeps several times" in " ".join(told["notes"])

@@ -171,6 +171,7 @@ def test_a_back_end_asked_for_that_cannot_run_is_an_error_naming_those_that_can(
         ),
         ({"mamba_d_state": 16}, {"own_layers": ("mamba_d_state",)}),
         ({"model_type": "rwkv"}, {"own_layers": ("rwkv",), "untried": "rwkv"}),
+        ({"model_type": "xlstm"}, {"own_layers": ("xlstm",), "untried": "xlstm"}),
         ({"text_config": {"sliding_window": 1024}}, {"sliding_window_tokens": 1024}),
     ],
 )
