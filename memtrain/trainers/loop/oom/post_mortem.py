@@ -13,7 +13,7 @@ from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.static import needed, usable
 from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.explain.suggestions import Suggestion, suggestions
-from memtrain.memory.model_shape.shape import has_formula, shape_of
+from memtrain.memory.model_shape.shape import ModelShape, has_formula, shape_of
 from memtrain.memory.plan.plan import PhasePeak, Plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
@@ -33,7 +33,7 @@ def post_mortem(
 ) -> OutOfMemory:
     """The error that ends the run: largest owners, measured and predicted, and the smallest ways out."""
     tokens = spent.failure.load
-    predicted, ways = _ways(plan, settings, model, tokens)
+    predicted, fix = _ways(plan, settings, model, tokens)
     owners = owners_of(model, optimizer) | {
         f"{owned.owner} (predicted)": owned.num_bytes
         for owned in predicted.owners
@@ -49,7 +49,7 @@ def post_mortem(
                 f"ran out of memory with one sequence of {tokens:,} tokens in step {step + 1} ({tried}); "
                 f"the largest owners: {named}",
                 plan.run_dir,
-                f"{saved}{_words(ways)}, and run the same command again",
+                f"{saved}{fix}, and run the same command again",
             )
         ]
     )
@@ -65,28 +65,42 @@ def refuse_over_budget(
     budget = plan.recipe.memory.budget
     if budget == "auto" or needed(peak_bytes, settings) <= budget:
         return
-    _, ways = _ways(plan, settings, model, tokens)
+    _, fix = _ways(plan, settings, model, tokens)
     raise DoesNotFit(
         f"the dry run of the heaviest micro-batch ({tokens:,} tokens) needs "
         f"{gib(needed(peak_bytes, settings))}, and memory.budget is {gib(budget)}",
         plan.run_dir,
-        f"{_words(ways)}; or raise memory.budget",
+        f"{fix}; or raise memory.budget",
     )
 
 
-def _ways(
-    plan: Plan, settings: Settings, model: nn.Module, tokens: int
-) -> tuple[PhasePeak, list[Suggestion]]:
-    """(the peak predicted for one micro-batch of `tokens` in one row, changes with a lower peak)."""
+def _ways(plan: Plan, settings: Settings, model: nn.Module, tokens: int) -> tuple[PhasePeak, str]:
+    """(the peak predicted for one micro-batch of `tokens` in one row, changes with a lower peak).
+
+    Of layers that no formula knows the plan's peak, and changes whose peaks are not told.
+    """
     config = base_model(model).config.to_dict()
     shape = shape_of(config) if has_formula(config) else counted_shape(config)
+    if shape.is_floor:
+        return plan.prediction.peak, _untold(settings, shape)
     batch = HeaviestBatch(1, tokens, tokens, tokens)
     predicted = estimate(settings, shape, batch).peak
     budget = plan.prediction.budget_bytes
     limit = int(predicted.num_bytes * BELOW)
     if budget is not None:
         limit = min(limit, usable(budget, settings))
-    return predicted, suggestions(settings, shape, batch, limit)
+    return predicted, _words(suggestions(settings, shape, batch, limit))
+
+
+def _untold(settings: Settings, shape: ModelShape) -> str:
+    """Changes that lower the peak of layers whose activations are not computed in a run."""
+    changes = [] if settings.checkpoint_every == 1 else ["set memory.activation_checkpointing: on"]
+    changes.append("set a smaller length.max_length")
+    kinds = ", ".join(shape.own_layers)
+    return (
+        f"{', or '.join(changes)} (what its layers ({kinds}) need then is not known here; "
+        "`memtrain plan` tells it where it can)"
+    )
 
 
 def _words(ways: Iterable[Suggestion]) -> str:
