@@ -9,8 +9,9 @@ from memtrain.trainers.model.attention.functions import (
     NAMES,
     attend_of,
     attention_switched,
+    own_implementation,
     register,
     set_attention,
 )
 
-__all__ = ["NAMES", "attend_of", "attention_switched", "register", "set_attention"]
+__all__ = ["NAMES", "attend_of", "attention_switched", "own_implementation", "register", "set_attention"]

@@ -99,10 +99,24 @@ def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
     if backend is AttentionBackend.TRANSFORMERS:
         # A class that takes no attention functions (Bloom, Mamba) has but its own.
         if model._can_set_attn_implementation():  # pyright: ignore
-            _switch(model, model.get_correct_attn_implementation(None))  # pyright: ignore
+            implementation = own_implementation(model)
+            # transformers has taken it as the model was made, but for capped scores.
+            if model.config._attn_implementation != implementation:  # pyright: ignore
+                _switch(model, implementation)
         return
     register()
     _switch(model, NAMES[backend])
+
+
+def own_implementation(model: nn.Module) -> str:
+    """The model's own attention for rows with a mask: SDPA where its class allows it, else eager.
+
+    Capped scores are eager's: transformers before 5.23 lets Gemma 2 take SDPA, which leaves the cap out.
+    """
+    config: Any = model.config
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        return "eager"
+    return model.get_correct_attn_implementation(None)  # pyright: ignore
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.model_shape.length_rules import length_rules, probe_lengths, reached
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import NAMES, attention_switched
-from memtrain.trainers.model.attention.functions import FIX
+from memtrain.trainers.model.attention.functions import FIX, own_implementation
 from memtrain.trainers.model.attention.own_positions import upstream_positions
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout, shared_layout
 from memtrain.trainers.model.attention.run_device import run_device
@@ -234,7 +234,7 @@ def _measured(
 
 def own_kernel(model: PreTrainedModel, num_tokens: int) -> str:
     """The model's own attention for a row alone: eager, or where its scores are too many, torch's SDPA."""
-    return "eager" if num_tokens <= LONGEST_EAGER else model.get_correct_attn_implementation(None)
+    return "eager" if num_tokens <= LONGEST_EAGER else own_implementation(model)
 
 
 def alone_bound(model: PreTrainedModel, hidden_TD: Tensor) -> float:

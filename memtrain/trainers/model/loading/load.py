@@ -323,8 +323,6 @@ def _check_vocabulary(model: PreTrainedModel, recipe: Model, vocab_size: int) ->
 
 
 def _set_attention(model: PreTrainedModel, settings: Settings) -> None:
-    if settings.attention == "transformers":
-        return  # transformers has taken SDPA where the model has it, else its eager form
     from memtrain.memory.rules.attention import AttentionBackend
     from memtrain.trainers.model.attention import set_attention
 

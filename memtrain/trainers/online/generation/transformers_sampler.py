@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria
 from transformers import StoppingCriteriaList as Criteria
 
-from memtrain.trainers.model.attention import NAMES, attention_switched
+from memtrain.trainers.model.attention import NAMES, attention_switched, own_implementation
 from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.offload.weights import compute_device
 from memtrain.trainers.online.generation.native_sampler import Decode
@@ -132,7 +132,7 @@ def own_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Padded rows with a cache need attention that takes a mask: the model's own."""
     if model.config._attn_implementation not in NAMES.values():
         return nullcontext()
-    return attention_switched(model, model.get_correct_attn_implementation(None))
+    return attention_switched(model, own_implementation(model))
 
 
 class _Chooser(LogitsProcessor):

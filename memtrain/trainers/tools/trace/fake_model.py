@@ -60,9 +60,8 @@ def bare_model(
         made.num_labels = 1
     with torch.device(device):
         base: PreTrainedModel = AUTO[head].from_config(made, dtype=DTYPES[settings.dtype])
-        if settings.attention != "transformers":
-            backend = AttentionBackend(settings.attention)
-            set_attention(base, PLAYED_BY.get(backend, backend))
+        backend = AttentionBackend(settings.attention)
+        set_attention(base, PLAYED_BY.get(backend, backend))
         pack_without_data(base, settings)
         apply_liger(base, settings)
         apply_kernels(base, settings)

@@ -8,8 +8,10 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor, nn
+from trace_cases import BASE
 
 from memtrain.errors import LaunchError
+from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import (
     NAMES,
@@ -26,6 +28,7 @@ from memtrain.trainers.model.attention.probe import Outcome, probe, probe_one
 from memtrain.trainers.model.attention.row_layout import Layout, Part, packed_layout, shared_layout
 from memtrain.trainers.model.attention.score_rule import ScoreRule
 from memtrain.trainers.model.attention.two_part import attend_in_parts
+from memtrain.trainers.tools.trace.fake_model import bare_model
 
 LAYOUTS = {
     "packed": packed_layout([5, 1, 33, 12]),
@@ -504,3 +507,15 @@ def test_the_probe_finds_wrong_numbers_and_quotes_a_kernels_failure(monkeypatch:
     monkeypatch.setattr(kernel, "backward", staticmethod(fails))
     failed = probe_one(AttentionBackend.TORCH_CPU, "cpu", torch.float32)
     assert (failed.outcome, failed.words) == (Outcome.BROKEN, "RuntimeError: no kernel image")
+
+
+def test_capped_scores_are_eagers_where_the_class_would_let_sdpa_leave_the_cap_out(monkeypatch):
+    """So transformers 5.17 has it: Gemma 2's rows with a mask were computed without their cap."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
+
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 16, "head_dim": 8}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    settings = Settings(**(BASE | {"attention": "transformers"}))
+    made = bare_model({"model_type": "gemma2", **sizes}, settings)
+    assert made.config._attn_implementation == "eager"
