@@ -1,9 +1,9 @@
 """Activations in closed form: bytes that a layer keeps for the backward pass, and their peak.
 
 Source: derived from the modelling code of transformers 5.23 and the autograd formulas of torch 2.13, and held
-against traces of the same step by tests/trainers/tools/trace/test_trace.py. Letters: N tokens of a
-micro-batch with padding, S scored tokens, W model width, Q and K widths of all query and key heads, M MLP
-width, V vocabulary, a bytes of an activation (2 in half precision, 4 in float32).
+against traces of the same step by tests/trainers/tools/trace/test_trace.py. Letters: N tokens of a batch
+with padding, S scored tokens, W model width, Q and K widths of all query and key heads, M MLP width, V
+vocabulary, a bytes of an activation (2 in half precision, 4 in float32).
 """
 
 from __future__ import annotations

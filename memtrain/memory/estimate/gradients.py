@@ -59,15 +59,9 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
         return GradientBytes(stays, way.stays, *in_turn, 0, way.stays, 0, after_mlp=way.after_mlp)
     embedding = load.a * shape.num_embedding if trains_all else 0
     own_embedding = size * shape.num_embedding if trains_all else 0
-    weight = (load.a + widened) * shape.largest_linear if trains_all else 0
     there = _there_in_turn(load)
-    of_layer = shape.num_per_layer(expert=shape.num_expert_layers > 0)
-    if settings.slice_tokens or shape.num_expert_layers:
-        # Gradients of a layer's weights are in its sums until its last slice is through; those of stacks of
-        # experts are counted at their own moments (`peaks`).
-        weight = there = 0
-    else:
-        of_layer -= there
+    weight = (load.a + widened) * shape.largest_linear if trains_all and there else 0
+    of_layer = shape.num_per_layer(expert=shape.num_expert_layers > 0) - there
     # A tied head's gradient waits for the embedding's, which is added to it: in half precision into a third;
     # where sums are wide, each is widened as it comes.
     waits = own_embedding if shape.tied else 0
@@ -102,8 +96,14 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
 
 def _there_in_turn(load: Workload) -> int:
     """Numbers of a layer's matrices whose gradients are there at its highest moment: its MLP's last, or,
-    where the attention's moment is the higher, all but those of queries, keys and values."""
-    if attention_backward(load) <= mlp_backward(load):
+    where the attention's moment is the higher, all but those of queries, keys and values.
+
+    0 in slices, where gradients are in sums until the last slice is through, and of experts, whose stacks'
+    are counted at their own moments (`peaks`).
+    """
+    if load.settings.slice_tokens or load.shape.num_expert_layers:
+        return 0
+    if load.shape.seen is not None or attention_backward(load) <= mlp_backward(load):
         return load.shape.largest_linear
     later = [part for part in load.shape.linears if part.name not in ENTERING]
     return sum(part.num_inputs * part.num_outputs for part in later)

@@ -1,4 +1,4 @@
-"""Gradients of one rank in DeepSpeed's stage 2: buckets as they fill, and the copies each is summed in.
+"""Gradients of a rank in DeepSpeed's stage 2: buckets as they fill, and the copies that they are summed in.
 
 Gradients are copied into a bucket as they come; one that has no room there, and the end of the pass, has the
 bucket summed: what goes to different ranks, or to different weights of one's own, is laid end to end, and in
@@ -56,7 +56,7 @@ class Weight(NamedTuple):
     place: int
     """Number of the matrix in its layer, counted from the last."""
     first: int
-    """Place of its first number among all; of the norm, which is dealt out apart, below 0."""
+    """Place of its first number among those of all; below 0 of the norm, which is dealt out apart."""
     numbers: int
 
 
@@ -142,7 +142,7 @@ def _told_apart(cut: Cut) -> set[int]:
 
 
 def _of_rank(cut: Cut, rank: int, *, holds: bool) -> Iterator[Arrival]:
-    """Arrivals at one rank."""
+    """All arrivals at one rank, in order."""
     part, whole = _part(cut), _laid_out(cut, rank)
     mine = range(rank * part, (rank + 1) * part)
     held = whole if holds else 0

@@ -71,8 +71,8 @@ def sums_at_once(load: Workload) -> bool:
 
 
 def layer_with_sums(load: Workload) -> int:
-    """Most that a layer holds in its backward pass: in stage 3 with its gradients as they come, and
-    with the float32 numbers, end to end, in which full buckets are summed."""
+    """Most that a layer holds in its backward pass: in stage 3 with gradients of its weights as they come,
+    and with the float32 numbers, end to end, in which full buckets are summed."""
     plain = layer_backward(load)
     if not load.trains_all or stage_of(load.settings) < 3:
         return plain
