@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import (
+    attention_kept,
     keeps_its_input,
     layer_boundary,
     layer_kept,
+    makes_own_scores,
+    mlp_kept,
+    needs_product,
     norm_kept,
+    whole_scores,
 )
+from memtrain.memory.estimate.adapters import adapts
 from memtrain.memory.estimate.offloaded_layers import waiting_storages
 from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.quantized import packs_itself
@@ -76,9 +82,7 @@ def kept(load: Workload) -> Kept:
     if settings.slice_tokens:
         return _kept_streamed(load)
     if not every:
-        # Frozen embeddings need no gradient, so the first norm of all keeps nothing.
-        unneeded = 0 if load.trains_all else norm_kept(load, load.shape.width, num_scales=1)
-        everything = kept_whole(load) - unneeded + tables
+        everything = kept_whole(load) - unneeded_in_first(load) + tables
         at_work = full if load.shape.seen is None else seen_at_work(load)
         return Kept(everything, at_work, tables, everything)
     is_away = settings.offload == "boundaries"
@@ -96,6 +100,30 @@ def kept(load: Workload) -> Kept:
     return Kept(
         everything - shared, last - shared if is_last_plain else 0, boundary + tables - of_first, everything
     )
+
+
+def unneeded_in_first(load: Workload) -> int:
+    """Bytes that the first layer does not keep, of what layers keep: frozen embeddings need no gradient, nor
+    does what comes before its first adapted map."""
+    shape, of_norm = load.shape, norm_kept(load, load.shape.width, num_scales=1)
+    if load.trains_all:
+        return 0
+    is_plain = shape.seen is None and shape.counts is None and not shape.num_expert_layers
+    is_plain &= not shape.family.norms_after and load.settings.quantize != "8bit"
+    is_plain &= not makes_own_scores(load) and not whole_scores(load)[0]
+    if not is_plain or adapts(load, "q_proj", "k_proj", "v_proj", "qkv_proj"):
+        return of_norm
+    before_output = of_norm + attention_kept(load)
+    if adapts(load, "o_proj"):
+        return before_output - load.a * load.N * shape.query_width
+    wide = load.a * load.N * shape.mlp_width
+    has_gate, has_up = (adapts(load, name, "gate_up_proj") for name in ("gate_proj", "up_proj"))
+    if has_gate or has_up:
+        # The activated gate is for the gradient of the other factor alone, the gate and that for its own.
+        alone = 0 if has_gate and has_up else 1 + has_up
+        is_one_kernel = load.is_fused or load.settings.liger
+        return before_output + of_norm + (0 if is_one_kernel else alone * wide)
+    return before_output + of_norm + mlp_kept(load) - wide * needs_product(load)
 
 
 def _kept_streamed(load: Workload) -> Kept:
