@@ -35,7 +35,7 @@ def magnitudes_backward(load: Workload, kept: int, by_mlp: int) -> int:
     shape, N, a = load.shape, load.N, load.a  # noqa: N806
     of_last = 2 * shape.width * adapts(load, LAST)
     left = kept - by_mlp + a * N * (shape.mlp_width + shape.width - of_last)
-    return left + N * shape.mlp_width * (2 * a + 16)
+    return left + N * (2 * a * shape.mlp_width + 16 * _scaled_width(load))
 
 
 def last_magnitudes_backward(load: Workload, kept: int) -> int:
@@ -82,7 +82,16 @@ def scaled_forward(load: Workload, *names: str) -> int:
     if not scales(load, *names):
         return 0
     weights = 1 + (load.settings.quantize != "none")
-    return load.shape.mlp_width * (load.N * (12 - load.a) + weights * load.a * load.shape.width)
+    return _scaled_width(load) * (load.N * (12 - load.a) + weights * load.a * load.shape.width)
+
+
+@once
+def _scaled_width(load: Workload) -> int:
+    """Outputs of the widest adapted factor: twice the MLP's where one map makes both."""
+    adapter = load.settings.adapter
+    assert adapter is not None, "A map is scaled."
+    widths = (part.num_outputs for part in load.shape.adapted(adapter) if part.name in FACTORS)
+    return max(widths, default=load.shape.mlp_width)
 
 
 @once

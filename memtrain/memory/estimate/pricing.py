@@ -232,7 +232,7 @@ def _mixed_at_most(batch: HeaviestBatch, profile: LengthProfile) -> MixedRows:
 def head_output_of(
     method: str, settings: Settings | None = None, *, learns_entropy: bool = False
 ) -> HeadOutput:
-    """Outputs that the loss of a method needs from the LM head. (`sft.loss: dft` asks for a little more.)"""
+    """Outputs that the loss of a method needs from the LM head."""
     if METHODS[method].has_teacher:
         return HeadOutput.TOP_K if settings is not None and settings.teacher == "file" else HeadOutput.TEACHER
     if METHODS[method].num_answers or METHODS[method].in_pairs:

@@ -64,7 +64,7 @@ class Sft:
     def _dynamic(
         self, model: nn.Module, micro_batch: MicroBatch, denominator: float, want_stats: bool
     ) -> Loss:
-        request = LogprobRequest(micro_batch.targets, want_entropy=want_stats)
+        request = LogprobRequest(micro_batch.targets, want_entropy=want_stats, learns_entropy=False)
         result: LogprobResult = model(micro_batch.model_inputs(), micro_batch.scored_index, request)
         loss = dft_loss(result.logp_N, num_tokens=denominator)
         if not want_stats:
