@@ -104,6 +104,8 @@ def test_the_first_layer_keeps_nothing_before_its_first_adapted_map(names, dtype
     """All that a layer keeps was counted in the first, too: of two layers up to 33 % too high."""
     changes = {"dtype": dtype, "adapter": Adapter(r=8, target_modules=names)}
     assert error_of(sft(LLAMA, changes)) == pytest.approx(0.0, abs=0.002)
+
+
 @pytest.mark.parametrize("changes", [{}, HALF])
 def test_dfts_entropies_of_whole_logits_are_counted_and_not_learned_from(changes):
     """Logits were copied for a gradient that nobody asks for: 9 to 13 % above what was predicted."""
