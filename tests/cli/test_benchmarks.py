@@ -144,7 +144,7 @@ def test_a_footer_has_the_date_of_its_own_commit(script: Any, monkeypatch: pytes
     reported = {"environment": {"commit": "abc1234", "device": "CPU", "command": "python x.py"}}
     assert (
         page.where(reported, page.SECTIONS[0])
-        == "Measured on CPU, 2026-01-02, commit abc1234: `python x.py`."
+        == "Measured on CPU, 2026-01-02, commit abc1234: `python benchmarks/x.py`."
     )
 
 

@@ -19,6 +19,7 @@ from memtrain.cli.launch.topology import (
     accelerate_config,
     argv,
     environment,
+    started_environment,
 )
 from memtrain.memory.estimate.sharded.zero_config import CONFIG_FILE, zero_config
 from memtrain.memory.plan.engine_kinds import uses_zero
@@ -48,7 +49,7 @@ def _escaped(value: object) -> object:
 def write_files(plan: Plan, run_dir: Path) -> Path:
     """Write `launch.sh` beside the plan, and the configurations of accelerate and DeepSpeed where used."""
     topology = Topology.of(plan.settings)
-    words = [f"export {name}={shlex.quote(value)}" for name, value in environment(topology).items()]
+    words = [f"export {name}={shlex.quote(value)}" for name, value in started_environment(topology).items()]
     line = shlex.join(argv(topology, run_dir, sys.executable, plan.digest()))
     script = run_dir / "launch.sh"
     # Paths in the plan may be relative to where the command was given.
@@ -75,7 +76,7 @@ def start(plan: Plan, folder: RunFolder, lock: RunLock, *, resume: bool) -> None
         from memtrain.cli.launch.elastic_agent import run_agent
 
         words = [*argv(topology, folder.path, sys.executable, plan.digest())]
-        given = environment(topology) | {OWNER: lock.owner.model_dump_json()}
+        given = started_environment(topology) | {OWNER: lock.owner.model_dump_json()}
         grace_s = plan.recipe.cluster.stop_grace_s
         run_agent(
             [*words, *([] if resume else ["--no-resume"])], given, folder, topology.num_processes, grace_s

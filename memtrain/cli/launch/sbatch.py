@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from memtrain.cli.launch.topology import Topology, environment
+from memtrain.cli.launch.topology import Topology, started_environment
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.units import MIB
 from memtrain.recipes.sections.slurm import Slurm, seconds_of
@@ -87,7 +87,7 @@ def sbatch_text(job: Job) -> str:
         keep_trailing_newline=True,
     )
     topology = job.topology
-    given = environment(topology) | {LAUNCHED: "1", WATCHED: "1"}
+    given = started_environment(topology) | {LAUNCHED: "1", WATCHED: "1"}
     return templates.get_template(TEMPLATE).render(
         summary=" ".join(job.summary.split()),
         script=shlex.quote(str(job.script)),

@@ -116,7 +116,7 @@ def accelerate_config(topology: Topology) -> dict[str, object]:
 
 def environment(topology: Topology) -> dict[str, str]:
     """Environment variables that the processes need."""
-    given = {"OMP_NUM_THREADS": str(topology.threads), "TOKENIZERS_PARALLELISM": "false"} | safe_path()
+    given = {"OMP_NUM_THREADS": str(topology.threads), "TOKENIZERS_PARALLELISM": "false"}
     if topology.device == "cpu":
         given |= {name: os.environ.get(name, str(NUM_KEPT)) for name in KEPT_PRODUCTS}
     if topology.device == "cuda" and topology.expandable_segments:
@@ -126,6 +126,11 @@ def environment(topology: Topology) -> dict[str, str]:
     if topology.device == "cuda" and topology.num_nodes > 1:
         given |= {"NCCL_DEBUG": "WARN", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     return given
+
+
+def started_environment(topology: Topology) -> dict[str, str]:
+    """The same of processes that are started for a run, and how they find modules."""
+    return environment(topology) | safe_path()
 
 
 def argv(topology: Topology, run_dir: Path, python: str, digest: str) -> Sequence[str]:

@@ -72,6 +72,7 @@ from memtrain.trainers.run_folder.lock import OWNER, RunLock
 from memtrain.trainers.run_folder.pulse import WATCHED, Family, Pulse
 from memtrain.trainers.runtime.allocator import allocator_words
 from memtrain.trainers.runtime.ranks import Ranks
+from memtrain.trainers.runtime.safe_path import for_this_process_alone
 from memtrain.trainers.runtime.signals import StopRequest, hold_signals
 from memtrain.trainers.runtime.weight_layout import local_of
 
@@ -340,6 +341,7 @@ def main() -> int:
     """Entry point of a launched process: the plan's path, and what `cli/launch` adds. The exit code."""
     # A launcher stops all ranks when one fails: they must live to leave word, and to save.
     hold_signals()
+    for_this_process_alone()
     words = ArgumentParser()
     words.add_argument("plan", type=Path)
     words.add_argument("--plan-digest", default="")
@@ -351,8 +353,7 @@ def main() -> int:
     try:
         plan = read_plan(folder.plan, asked.plan_digest)
         if asked.resume and is_over(folder, plan):
-            if not rank and OWNER not in os.environ:
-                # Started by hand: what a kill after the last word has left goes here too.
+            if not rank and OWNER not in os.environ:  # By hand: what a kill at the end left goes here too.
                 folder.open_for_run().close()
             print(f"the run in {folder.path} is finished; its model is in {folder.final}")
             return 0

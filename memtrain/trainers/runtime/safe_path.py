@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import memtrain
@@ -14,3 +15,8 @@ def safe_path() -> dict[str, str]:
     """
     is_at_hand = Path(memtrain.__file__).resolve().parents[1] == Path.cwd().resolve()
     return {} if is_at_hand else {"PYTHONSAFEPATH": "1"}
+
+
+def for_this_process_alone() -> None:
+    """Hand the variable on to no program that a run starts: tools and rewards find the files beside them."""
+    os.environ.pop("PYTHONSAFEPATH", None)

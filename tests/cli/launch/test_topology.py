@@ -6,7 +6,14 @@ import sys
 from pathlib import Path
 
 import memtrain
-from memtrain.cli.launch.topology import Engine, Topology, accelerate_config, argv, environment
+from memtrain.cli.launch.topology import (
+    Engine,
+    Topology,
+    accelerate_config,
+    argv,
+    environment,
+    started_environment,
+)
 from memtrain.trainers.tools.trace.client import _asked
 
 ALONE = Topology(num_nodes=1, processes_per_node=1, device="cpu", threads=2)
@@ -51,9 +58,8 @@ def test_the_configuration_of_accelerate_never_names_multi_cpu():
     assert accelerate_config(ALONE) == expected | {"distributed_type": "NO", "num_processes": 1}
 
 
-def test_the_environment_says_threads_allocator_and_network(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    alone = {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "PYTHONSAFEPATH": "1"}
+def test_the_environment_says_threads_allocator_and_network():
+    alone = {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false"}
     kept = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
     assert environment(ALONE) == alone | kept
     assert environment(TWO_CPU) == alone | kept | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
@@ -69,7 +75,7 @@ def test_a_file_of_the_folder_at_hand_is_none_of_pythons_own_modules(tmp_path, m
     """A numbers.py there ended two processes, and each trace, in an error of json that did not name it."""
     monkeypatch.chdir(tmp_path)
     Path("argparse.py").write_text("raise SystemExit(3)")
-    for given, code in (({}, 3), (environment(TWO_CPU), 0)):
+    for given, code in ((environment(TWO_CPU), 3), (started_environment(TWO_CPU), 0)):
         words = [sys.executable, "-m", "json.tool", "--help"]
         assert subprocess.run(words, env=os.environ | given, capture_output=True).returncode == code
     assert _asked("json.tool", "{}", tmp_path / "kept.json", 30.0) == "{}"
@@ -77,7 +83,7 @@ def test_a_file_of_the_folder_at_hand_is_none_of_pythons_own_modules(tmp_path, m
 
 def test_a_tree_that_is_not_installed_is_found_in_the_folder_at_hand(monkeypatch):
     monkeypatch.chdir(Path(memtrain.__file__).parents[1])
-    assert "PYTHONSAFEPATH" not in environment(ALONE)
+    assert "PYTHONSAFEPATH" not in started_environment(ALONE)
 
 
 def test_compiled_products_of_a_cpu_are_as_many_as_the_user_says(monkeypatch):
