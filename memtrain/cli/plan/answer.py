@@ -391,6 +391,8 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
         "notes": list(made.notes),
         "data_was_read": not resolved.case.facts.is_guessed,
         "traced": None if traced is None else traced.model_dump(mode="json"),
-        "traced_need_bytes": traced and traced.reserved_bytes and traced_need(made, traced.reserved_bytes),
+        "traced_need_bytes": None
+        if traced is None or traced.reserved_bytes is None
+        else traced_need(made, traced.reserved_bytes),
         "not_traced": why_not or None,
     }

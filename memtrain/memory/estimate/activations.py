@@ -38,7 +38,7 @@ from memtrain.memory.estimate.query_norms import query_norm_backward
 from memtrain.memory.estimate.seen_layers import seen_backward, seen_forward, seen_kept
 from memtrain.memory.estimate.segment_calls import call_results
 from memtrain.memory.estimate.workload import Workload, once
-from memtrain.memory.model_shape.shape import MLP_NAMES
+from memtrain.memory.model_shape.shape import ENTERING, MLP_NAMES
 
 
 def norm_kept(load: Workload, width: int, *, num_scales: int) -> int:
@@ -131,7 +131,7 @@ def keeps_mlp_input(load: Workload) -> bool:
 
 def keeps_attention_input(load: Workload) -> bool:
     """Whether the first maps of the attention keep their input."""
-    return load.trains_all or _keeps_input(load, "q_proj", "k_proj", "v_proj", "qkv_proj")
+    return load.trains_all or _keeps_input(load, *ENTERING)
 
 
 def keeps_its_input(load: Workload) -> bool:

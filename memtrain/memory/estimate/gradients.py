@@ -10,10 +10,8 @@ from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.static import backward_bucket, gradient_bytes, largest_trained, sums_wide
 from memtrain.memory.estimate.weights_offload import adapter_of_layer, gradients_on_the_way, trains_away
 from memtrain.memory.estimate.workload import Workload
+from memtrain.memory.model_shape.shape import ENTERING
 from memtrain.memory.plan.engine_kinds import is_sharded
-
-ENTERING = ("q_proj", "k_proj", "v_proj", "qkv_proj")
-"""Maps before a layer's attention, whose gradients come after its own."""
 
 
 class GradientBytes(NamedTuple):
@@ -79,8 +77,8 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
         return GradientBytes(0, waits, *in_turn, arriving, at_step, 0)
     if accumulates:
         held = whole + waits
-        widening = of_head + of_head // load.a * widened + 2 * load.a * load.S * shape.width
-        widening *= not shape.tied
+        of_rows = 2 * load.a * load.S * shape.width
+        widening = 0 if shape.tied else of_head + of_head // load.a * widened + of_rows
         in_turn = held, held, whole + coming
         return GradientBytes(
             whole, held, *in_turn, arriving, whole, weight, widening, widens=widened // load.a

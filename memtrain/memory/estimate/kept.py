@@ -21,6 +21,7 @@ from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.quantized import packs_itself
 from memtrain.memory.estimate.seen_layers import seen_at_work, seen_kept
 from memtrain.memory.estimate.workload import Workload, once
+from memtrain.memory.model_shape.shape import ENTERING
 
 
 class Kept(NamedTuple):
@@ -111,7 +112,7 @@ def unneeded_in_first(load: Workload) -> int:
     is_plain = shape.seen is None and shape.counts is None and not shape.num_expert_layers
     is_plain &= not shape.family.norms_after and load.settings.quantize != "8bit"
     is_plain &= not makes_own_scores(load) and not whole_scores(load)[0]
-    if not is_plain or adapts(load, "q_proj", "k_proj", "v_proj", "qkv_proj"):
+    if not is_plain or adapts(load, *ENTERING):
         return of_norm
     before_output = of_norm + attention_kept(load)
     if adapts(load, "o_proj"):

@@ -348,9 +348,11 @@ def evaluation_moment(load: Workload) -> Moment:
         taught = base | taught_states(load)
         sharded = (moment for read in load.passes for moment in pass_moments(read, taught))
         return max(base | taught_moment(load), *sharded, key=total)
+    in_layer: Moment = {}
+    in_head: Moment = {}
     if uses_zero(load.settings):
         base |= between_steps(load.settings, load.shape)
-    in_layer, in_head = passing_weights(load) if uses_zero(load.settings) else ({}, {})
+        in_layer, in_head = passing_weights(load)
     base |= {"head's weight": fetched_heads(load)}
     passes = [base | taught_moment(load)]
     for read in load.passes:

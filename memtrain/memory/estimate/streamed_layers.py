@@ -28,6 +28,7 @@ from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch
 from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.weights_offload import adapter_of_layer
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload, once
+from memtrain.memory.model_shape.shape import ENTERING
 
 KEYS = "keys and values"
 """Owner of the keys and values of one layer, and of their gradients."""
@@ -153,8 +154,7 @@ def _maps_inputs(part: Workload) -> int:
     adapter = part.settings.adapter
     if adapter is None:
         return layer_boundary(part)
-    names = {"q_proj", "k_proj", "v_proj", "qkv_proj"}
-    adapted = [map_ for map_ in part.shape.adapted(adapter) if map_.name in names]
+    adapted = [map_ for map_ in part.shape.adapted(adapter) if map_.name in ENTERING]
     return (layer_boundary(part) if adapted else 0) + kept_by(part, adapted)
 
 

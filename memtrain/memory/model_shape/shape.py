@@ -211,11 +211,15 @@ class ModelShape:
         return max(self.num_embedding, stacked, self.largest_linear)
 
     @cached_property
+    def plain_linears(self) -> tuple[Linear, ...]:
+        """The linear maps that a layer has, stacks of experts aside."""
+        is_mixed = self.counts is None and self.num_expert_layers == self.num_layers
+        return tuple(part for part in self.linears if not (is_mixed and part.name in MLP_NAMES))
+
+    @cached_property
     def largest_linear(self) -> int:
         """Weights of the largest linear map that a layer has, stacks of experts aside; 0: none."""
-        is_mixed = self.counts is None and self.num_expert_layers == self.num_layers
-        parts = (part for part in self.linears if not (is_mixed and part.name in MLP_NAMES))
-        return max((part.num_inputs * part.num_outputs for part in parts), default=0)
+        return max((part.num_inputs * part.num_outputs for part in self.plain_linears), default=0)
 
     @cached_property
     def _by_adapter(self) -> dict[tuple[str, Adapter], Any]:
@@ -307,6 +311,8 @@ class ModelShape:
 
 
 MLP_NAMES = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
+ENTERING = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+"""Maps before a layer's attention."""
 
 
 def has_formula(config: Mapping[str, Any]) -> bool:

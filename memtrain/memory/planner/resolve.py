@@ -212,9 +212,9 @@ def _choose(choices: Space, budget: int, case: StrategyContext) -> tuple[Priced,
     on_host = [(one, host_need(one, case.facts)) for one in tried if one.need_bytes <= budget]
     spared, least = min(on_host, key=lambda found: sum(found[1].values()))
     shortage = host_shortage(least, case.facts.hardware)
-    if shortage is not None and num_moved(spared) == 0:
-        raise shortage
     if shortage is not None:
+        if num_moved(spared) == 0:
+            raise shortage
         beyond = [one for one in tried if one.need_bytes > budget and not one.settings.weights_offload]
         closest = min(beyond or [smallest], key=lambda one: one.need_bytes)
         raise NoPlan(closest, budget, case.asked, case.facts, shortage)

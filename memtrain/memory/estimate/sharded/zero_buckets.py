@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from memtrain.memory.model_shape.shape import MLP_NAMES, ModelShape
+from memtrain.memory.model_shape.shape import ModelShape
 
 END = -1
 """Layer of the embedding, whose gradient is the last."""
@@ -75,9 +75,7 @@ class Arrival(NamedTuple):
 
 def cut_of(shape: ModelShape, num_ranks: int, bucket: int, size: int, *, is_away: bool) -> Cut:
     """The cut of a model's weights: those of its largest kind of layer, as often as there are layers."""
-    is_mixed = shape.counts is None and shape.num_expert_layers == shape.num_layers
-    plain = [part for part in shape.linears if not (is_mixed and part.name in MLP_NAMES)]
-    maps = [part.num_inputs * part.num_outputs for part in plain]
+    maps = [part.num_inputs * part.num_outputs for part in shape.plain_linears]
     maps += [stack.num_weights for stack, _ in shape.stacks]
     return Cut(
         shape.num_embedding,
