@@ -339,6 +339,7 @@ def host_json(made: Answer) -> dict[str, Any]:
 def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]:
     """All of it as JSON values; memory in bytes, time in seconds."""
     resolved, hardware = made.resolved, made.question.hardware
+    reserved = None if traced is None else traced.reserved_bytes
     return {
         "recipe": str(made.question.loaded.path),
         "device": {
@@ -391,8 +392,6 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
         "notes": list(made.notes),
         "data_was_read": not resolved.case.facts.is_guessed,
         "traced": None if traced is None else traced.model_dump(mode="json"),
-        "traced_need_bytes": None
-        if traced is None or traced.reserved_bytes is None
-        else traced_need(made, traced.reserved_bytes),
+        "traced_need_bytes": None if reserved is None else traced_need(made, reserved),
         "not_traced": why_not or None,
     }
