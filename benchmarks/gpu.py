@@ -30,8 +30,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "MEMTRAIN_CALIBRATION": "off",
-    # Deterministic matrix products; read once by a process. On a Hopper it is the default's 32 MiB.
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 """Of the processes of the ladder, where they are not given it already."""
 

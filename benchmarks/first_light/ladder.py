@@ -28,6 +28,11 @@ class Stage:
         return self.name.partition("/")[0]
 
     @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables of its process beside those of all. cuBLAS reads once how to sum."""
+        return ORDERED if self.group == "bit for bit" else {}
+
+    @property
     def is_timed(self) -> bool:
         """Whether it answers with times: beside other processes on the card they say nothing."""
         return self.group in TIMED
@@ -36,6 +41,8 @@ class Stage:
 TIMED = ("machine", "speed", "profile", "decoding", "TRL", "kernels")
 """Groups whose question is one of time; others tell times beside it."""
 
+ORDERED = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Matrix products sum in one order, as `train.deterministic` asks for it."""
 BACKENDS = ("torch_varlen", "flash", "flash3", "flex", "torch_efficient", "masked")
 GPU_TESTS: dict[str, tuple[str, ...]] = {
     "numbers": ("test_attention.py", "test_numbers.py", "test_experts.py"),

@@ -41,10 +41,16 @@ class Worker:
     log: Path
     process: subprocess.Popen[bytes] | None = None
     _rest: bytes = b""
+    _variables: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def ask(self, question: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """The answer; or a `fault` that says how the process ended, which is then ended for good."""
-        process = self._running()
+    def ask(
+        self, question: Mapping[str, Any], limit_s: float, variables: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """The answer; or a `fault` that says how the process ended, which is then ended for good.
+
+        variables: of the environment, beside those of all; a process that was started with others ends.
+        """
+        process = self._running(variables or {})
         assert process.stdin is not None, "The pipe was asked for."
         try:
             process.stdin.write(json.dumps(question).encode() + b"\n")
@@ -71,15 +77,18 @@ class Worker:
                 pipe.close()
         self.process, self._rest = None, b""
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        if variables != self._variables:
+            self.end()
         if self.process is None:
+            self._variables = variables
             with self.log.open("ab") as log:
                 self.process = subprocess.Popen(
                     self.command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    env=dict(self.environment),
+                    env={**self.environment, **variables},
                     start_new_session=True,
                 )
         return self.process
@@ -145,7 +154,7 @@ class Run:
         begun = time.monotonic()
         limit = min(stage.limit_s, self.left_s)
         question = {"stage": stage.name, "run": stage.run, "given": dict(stage.given)}
-        answer = self.worker.ask(question, limit)
+        answer = self.worker.ask(question, limit, stage.environment)
         took = time.monotonic() - begun
         if answer.pop("is_late", False) and limit < stage.limit_s:
             self.say(f"{stage.name}: cut off after {took:.0f} s, for the time of this call is over")

@@ -44,6 +44,7 @@ WORKER = """
             os._exit(9)
         time.sleep(given.get("sleeps", 0))
         answer = {"words": "done", "pid": os.getpid(), "left_bytes": given.get("leaves", 0)}
+        answer["sums"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
         print(json.dumps(answer), flush=True)
 """
 
@@ -118,6 +119,21 @@ def test_a_stage_that_leaves_memory_behind_gives_the_next_one_a_new_process(down
     down(stage("a"), stage("b", leaves=2**30), stage("c"))
     found = results.by_stage(results.read(tmp_path))
     assert found["a"]["pid"] == found["b"]["pid"] != found["c"]["pid"]
+
+
+def test_products_sum_in_one_order_only_where_bits_are_compared(
+    down: Ladder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What is timed runs as a user's run does."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    down(stage("speed/a"), stage("bit for bit/b"), stage("bit for bit/c"), stage("speed/d"))
+    found = results.by_stage(results.read(tmp_path))
+    assert [found[name]["sums"] for name in ("speed/a", "bit for bit/b", "speed/d")] == [
+        None,
+        ":4096:8",
+        None,
+    ]
+    assert found["bit for bit/b"]["pid"] == found["bit for bit/c"]["pid"]
 
 
 def test_the_same_call_goes_on_and_a_line_that_was_cut_off_is_made_again(down: Ladder, tmp_path: Path):

@@ -4,9 +4,9 @@ torch's deterministic algorithms are asked for in their strict form: where they 
 of flash attention goes on adding by atomics, and a run is not itself twice. Strictly, attention's backward
 passes, `index_add`, `index_put` and the gradients of gathers take their ordered forms in bfloat16 as in
 float32; the gradient of an embedding is sorted, and ordered, by itself; a matrix product needs
-CUBLAS_WORKSPACE_CONFIG, which gpu.py sets. An operator that has no ordered form is refused by torch: then
-both runs are made again with what has one, and the result names it. Memory that nobody has written is filled
-with NaN. Kernels in Triton are not torch's to know.
+CUBLAS_WORKSPACE_CONFIG, which the ladder sets for these stages alone. An operator that has no ordered form is
+refused by torch: then both runs are made again with what has one, and the result names it. Memory that nobody
+has written is filled with NaN. Kernels in Triton are not torch's to know.
 
 Source: torch.use_deterministic_algorithms and torch.utils.deterministic in torch's documentation.
 """
