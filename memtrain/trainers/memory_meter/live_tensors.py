@@ -20,8 +20,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Operator = torch._ops.OpOverload
 _ASK_DEVICE = torch.ops.prim.device.default
+_PLAIN = (Tensor, torch.nn.Parameter)
+"""Types without a device that they stand for: to ask for it costs as much as to count."""
 _WRAPPERS = ("DTensor",)
 """Tensor subclasses that hold other tensors; they unwrap themselves before anything is counted."""
+
+
+class _Living(weakref.ref[UntypedStorage]):
+    """A storage that is counted, not held, and what it was counted as."""
+
+    __slots__ = ("key", "num_bytes", "serial")
+    key: int
+    num_bytes: int
+    serial: int
 
 
 class TensorPeak(TorchDispatchMode):
@@ -35,7 +46,16 @@ class TensorPeak(TorchDispatchMode):
         self.device_type = device_type
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._known: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
+        self._known: dict[int, _Living] = {}
+        me = weakref.ref(self)
+
+        def dead(gone: _Living) -> None:
+            # Only weak references in here: a cycle would keep tensors alive and spoil the count.
+            mode = me()
+            if mode is not None:
+                mode._storage_died(gone)
+
+        self._at_death: Any = dead
 
     def count(self, tensor: Tensor, name: str = "") -> None:
         """Take `tensor` into account, unless its storage is known or on another device."""
@@ -43,28 +63,20 @@ class TensorPeak(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         entry = self._known.get(storage._cdata)
-        if entry is None or entry[0]() is not storage:
+        if entry is None or entry() is not storage:
             self._note(storage, storage.nbytes(), name)
 
     def _note(self, storage: UntypedStorage, num_bytes: int, name: str) -> None:
         """Take a storage into account, until it dies."""
-        key = storage._cdata
-        serial = self._allocated(num_bytes, name)
-        me = weakref.ref(self)
+        living = _Living(storage, self._at_death)
+        living.key, living.num_bytes = storage._cdata, num_bytes
+        living.serial = self._allocated(num_bytes, name)
+        self._known[living.key] = living
 
-        def dead(gone: weakref.ref[UntypedStorage]) -> None:
-            # Only weak references in here: a cycle would keep tensors alive and spoil the count.
-            mode = me()
-            if mode is not None:
-                mode._storage_died(key, gone, num_bytes, serial)
-
-        self._known[key] = (weakref.ref(storage, dead), serial)
-
-    def _storage_died(self, key: int, gone: weakref.ref[UntypedStorage], num_bytes: int, serial: int) -> None:
-        entry = self._known.get(key)
-        if entry is not None and entry[0] is gone:
-            del self._known[key]
-        self._freed(num_bytes, serial)
+    def _storage_died(self, gone: _Living) -> None:
+        if self._known.get(gone.key) is gone:
+            del self._known[gone.key]
+        self._freed(gone.num_bytes, gone.serial)
 
     def _allocated(self, num_bytes: int, name: str) -> int:
         self.live_bytes += num_bytes
@@ -87,17 +99,17 @@ class TensorPeak(TorchDispatchMode):
         if func is _ASK_DEVICE:
             # Fake tensors ask this for every operator; the answer allocates nothing.
             return _device(args[0])
-        if any(kind.__name__ in _WRAPPERS for kind in types):
+        if types and any(kind.__name__ in _WRAPPERS for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
         out = self._run(func, args, kwargs)
         if not _returns_alias(func):
-            held = {t.untyped_storage()._cdata for t in _tensors(args)} | {
-                t.untyped_storage()._cdata for t in _tensors(kwargs.values())
-            }
-            for tensor in _tensors((out,)):
-                if tensor.untyped_storage()._cdata not in held:
-                    self.count(tensor, func.__name__)
+            made = [out] if isinstance(out, Tensor) else _tensors((out,))
+            if made:
+                held = {t.untyped_storage()._cdata for t in _tensors((*args, *kwargs.values()))}
+                for tensor in made:
+                    if tensor.untyped_storage()._cdata not in held:
+                        self.count(tensor, func.__name__)
         self._has_run(func, args, kwargs, out)
         return out
 
@@ -174,8 +186,8 @@ class Recorder(TensorPeak):
             before = storage.nbytes()
             made = plain(storage, size)
             entry = me._known.get(storage._cdata)
-            if entry is not None and entry[0]() is storage and size != before:
-                me._freed(before, entry[1])
+            if entry is not None and entry() is storage and size != before:
+                me._freed(before, entry.serial)
                 me._note(storage, size, "resize_")
             return made
 
@@ -221,7 +233,7 @@ class Recorder(TensorPeak):
 
     def _serial_of(self, tensor: Tensor) -> int | None:
         entry = self._known.get(tensor.untyped_storage()._cdata)
-        return None if entry is None else entry[1]
+        return None if entry is None else entry.serial
 
     def _allocated(self, num_bytes: int, name: str) -> int:
         serial = len(self.origins)
@@ -261,6 +273,8 @@ def _device_type(tensor: Tensor) -> str:
 
 
 def _device(tensor: Tensor) -> torch.device:
+    if type(tensor) in _PLAIN:
+        return tensor.device
     fake = getattr(tensor, "fake_device", None)
     return tensor.device if fake is None else fake
 
@@ -275,6 +289,7 @@ def _returns_alias(func: Operator) -> bool:
 
 
 _ALIAS: dict[Operator, bool] = {}
+_SEVERAL = (list, tuple)
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -283,7 +298,7 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, _SEVERAL):
             found += _tensors(value)
     return found
 

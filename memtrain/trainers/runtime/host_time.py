@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 SETTLED_STEPS = 3
 """Steps before the one that is looked at: the first ones allocate, and are watched on a CPU. Taste."""
+SETTLED_CPU_S = 5.0
+"""Seconds of steps on a CPU before it: a look takes some 25 ms there, which is half a percent of these. The
+steps of a GPU are looked at as soon as they are settled, for whether the host keeps up is told early."""
 
 Span = tuple[int, int]
 """Start and end in nanoseconds."""
@@ -37,7 +40,9 @@ class HostTime:
     note: Callable[[float, float, int], None]
     """Takes (share, seconds that were looked at, micro-batches of the step)."""
     is_on: bool = True
+    settled_cpu_s: float = SETTLED_CPU_S
     _steps: int = field(default=0, init=False)
+    _steps_began: float = field(default=0.0, init=False)
     _is_its_turn: bool = field(default=False, init=False)
     _seen: profile | None = field(default=None, init=False)
     _started: float = field(default=0.0, init=False)
@@ -49,7 +54,7 @@ class HostTime:
         work."""
         self._steps += 1
         # A mode that sees every operator slows the host: such a step tells nothing of others.
-        is_settled = self.is_on and self._steps > SETTLED_STEPS
+        is_settled = self.is_on and self._is_settled()
         self._is_its_turn = is_settled and _get_current_dispatch_mode() is None
         try:
             yield
@@ -87,6 +92,14 @@ class HostTime:
             self._seen.start()
         self._started = time.perf_counter()
 
+    def _is_settled(self) -> bool:
+        """Whether enough steps were made before this one."""
+        if self._steps == 1:
+            self._steps_began = time.perf_counter()
+        if self._steps <= SETTLED_STEPS:
+            return False
+        return self._is_on_gpu or time.perf_counter() - self._steps_began >= self.settled_cpu_s
+
     @property
     def _is_on_gpu(self) -> bool:
         return self.device.type == "cuda"
@@ -104,12 +117,11 @@ def _spans(seen: profile, kind: DeviceType) -> Iterator[Span]:
     assert profiler is not None, "The profiler is there once it has run."
     results = profiler.kineto_results
     for event in results.events() if results is not None else ():
-        if event.device_type() != kind:
-            continue
-        # A named part of the program lies over all that it started, and over the pauses between.
-        is_work = (
-            not event.is_user_annotation() if kind == DeviceType.CUDA else event.name().startswith("aten::")
-        )
+        if kind == DeviceType.CPU:
+            is_work = event.name().startswith("aten::")
+        else:
+            # A named part of the program lies over all that it started, and over the pauses between.
+            is_work = event.device_type() == kind and not event.is_user_annotation()
         if is_work:
             start = event.start_ns()
             yield start, start + event.duration_ns()

@@ -1,5 +1,6 @@
 """Host time: one step is looked at, once it is settled, and what lies in several operators counts once."""
 
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +38,11 @@ def test_a_named_part_of_the_program_is_no_work_of_the_gpu():
     assert list(_spans(seen, DeviceType.CPU)) == [(0, 90)]
 
 
+def on_a_cpu(reported: list, settled_cpu_s: float = 0.0) -> HostTime:
+    """A watch that adds what it tells to `reported`."""
+    return HostTime(torch.device("cpu"), lambda *told: reported.append(told), settled_cpu_s=settled_cpu_s)
+
+
 def work(watch: HostTime, steps: int) -> None:
     ones = torch.ones(64, 64)
     for _ in range(steps):
@@ -50,7 +56,7 @@ def work(watch: HostTime, steps: int) -> None:
 
 def test_one_step_is_looked_at_when_the_run_has_settled():
     reported = []
-    watch = HostTime(torch.device("cpu"), lambda *told: reported.append(told))
+    watch = on_a_cpu(reported)
     work(watch, SETTLED_STEPS)
     assert reported == []
     work(watch, 3)
@@ -60,13 +66,23 @@ def test_one_step_is_looked_at_when_the_run_has_settled():
     assert num_parts == 3
 
 
+def test_a_look_waits_until_it_is_cheap_beside_the_steps_before_it(monkeypatch):
+    """Each step takes a second, and each look at the clock a little: five are over as the sixth begins."""
+    reported, clock = [], count(0.0, 0.001)
+    monkeypatch.setattr(host_time.time, "perf_counter", lambda: next(clock) + step)
+    watch = on_a_cpu(reported, settled_cpu_s=host_time.SETTLED_CPU_S)
+    for step in range(8):
+        work(watch, 1)
+        assert len(reported) == (step >= 5), step
+
+
 def test_a_step_whose_operators_are_watched_one_by_one_is_passed_over():
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
     reported = []
-    watch = HostTime(torch.device("cpu"), lambda *told: reported.append(told))
+    watch = on_a_cpu(reported)
     with Watching():
         work(watch, SETTLED_STEPS + 2)
     assert reported == []
@@ -75,7 +91,7 @@ def test_a_step_whose_operators_are_watched_one_by_one_is_passed_over():
 
 
 def test_an_error_in_the_step_comes_through():
-    watch = HostTime(torch.device("cpu"), lambda *told: None)
+    watch = on_a_cpu([])
     work(watch, SETTLED_STEPS)
     for has_begun in (False, True):
         with pytest.raises(ZeroDivisionError), watch.step():
@@ -87,10 +103,10 @@ def test_only_the_last_micro_batch_is_recorded(monkeypatch):
     recorded = []
     monkeypatch.setattr(host_time, "_spans", lambda seen, kind: recorded.extend(products_in(seen)) or [])
     reported = []
-    watch = HostTime(torch.device("cpu"), lambda *told: reported.append(told))
+    watch = on_a_cpu(reported)
     work(watch, SETTLED_STEPS + 1)
     assert len(recorded) == 20
-    watch = HostTime(torch.device("cpu"), lambda *told: reported.append(told))
+    watch = on_a_cpu(reported)
     work(watch, SETTLED_STEPS)
     recorded.clear()
     ones = torch.ones(64, 64)
@@ -113,6 +129,6 @@ def test_no_object_is_made_of_each_operator(monkeypatch, recwarn):
 
     monkeypatch.setattr(torch.autograd.profiler.profile, "_parse_kineto_results", parsed)
     reported = []
-    work(HostTime(torch.device("cpu"), lambda *told: reported.append(told)), SETTLED_STEPS + 1)
+    work(on_a_cpu(reported), SETTLED_STEPS + 1)
     assert len(reported) == 1
     assert not recwarn.list
