@@ -147,6 +147,7 @@ def test_drivers_names_find_their_own_line_of_the_table():
         "NVIDIA A40": "A40",
         "NVIDIA L40": "L40",
         "NVIDIA RTX A5000": "A5000",
+        "NVIDIA RTX A4000": "A4000",
         "NVIDIA RTX 6000 Ada Generation": "6000-Ada",
         "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX-PRO-6000",
         "NVIDIA GeForce RTX 4070 Ti SUPER": "4070-Ti-Super",
