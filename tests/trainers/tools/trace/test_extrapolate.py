@@ -1,9 +1,10 @@
 """Depths that stand for a deep model, by the kinds of its layers."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
-from trace_cases import CASES, EXPERTS, LLAMA, SMALL, sft
+from trace_cases import CASES, EXPERTS, LLAMA, SMALL, sft, zero
 
 from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.model.loading.locate import make_config
@@ -97,3 +98,14 @@ def test_states_that_take_turns_on_the_device_are_not_taken_to_grow_with_depth()
     (shallow,), (deep,) = ([o for o in one.phases if o.phase == "steady step"] for one in (guessed, whole))
     assert shallow.num_bytes == pytest.approx(deep.num_bytes, rel=0.001)
     assert deep.num_bytes < 2.1 * 2**30
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_no_shallow_model_stands_for_a_deep_one_under_zero():
+    """Parts of three and four layers are smaller than the embedding, and their norm grew: 15 % too low."""
+    config = LLAMA | {"vocab_size": 16384, "num_hidden_layers": 9, "tie_word_embeddings": True}
+    changes = zero(2, config) | CUDA | {"num_processes": 8, "checkpoint_every": 1}
+    job = sft(config, changes | {"dtype": "bfloat16", "master_weights": True}).job
+    guessed, whole = predict_by_trace(job), predict_by_trace(job, is_whole=True)
+    assert guessed.phases == whole.phases
