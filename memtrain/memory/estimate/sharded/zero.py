@@ -32,6 +32,7 @@ from memtrain.memory.estimate.sharded.zero_gradients import (
     largest_matrix,
     layer_with_sums,
     part_bytes,
+    sums_as_they_come,
     sums_at_once,
     zero_gradients,
 )
@@ -199,7 +200,7 @@ def _backward_moments(
 ) -> Iterator[Moment]:
     """The moments of the layers' backward pass, and of the norm before them. `loss`: what the loss had."""
     settings = load.settings
-    if stage_of(settings) == 2 and load.trains_all:
+    if sums_as_they_come(load, holds=holds):
         yield from _summing_moments(load, kept, loss, holds=holds)
         return
     norm = {"gradients": made.after_loss, "logits": norm_backward(load), "teacher's pass": 0}

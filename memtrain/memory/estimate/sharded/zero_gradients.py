@@ -48,7 +48,7 @@ def zero_gradients(load: Workload, *, holds: bool) -> ZeroGradients:
     of_head = waits if shape.tied else load.a * shape.num_head * trains_all
     if stage_of(settings) == 3:
         return ZeroGradients(part, part + of_head, part + waits, part + waits)
-    if stage_of(settings) == 2:
+    if stage_of(settings) == 2 or sums_as_they_come(load, holds=holds):
         before = holds * (largest_part(buckets_of(load)) if trains_all else part)
         return ZeroGradients(before, *(part * (1 + holds),) * 3)
     whole = static_bytes(settings, shape).gradients
@@ -60,6 +60,15 @@ def zero_gradients(load: Workload, *, holds: bool) -> ZeroGradients:
     of_embedding = 0 if shape.tied else load.a * shape.num_embedding
     later = whole - of_layer - of_embedding + matrix
     return ZeroGradients(0, min(whole, of_head), min(whole, of_head + matrix), max(later, of_head + matrix))
+
+
+def sums_as_they_come(load: Workload, *, holds: bool) -> bool:
+    """Whether gradients of whole weights are summed, and let go, in the order of zero_buckets.py: in stage 2,
+    and in stage 1 those of float32 weights in a step of one micro-batch, where sums overlap the backward
+    pass: on a GPU."""
+    settings, stage = load.settings, stage_of(load.settings)
+    overlaps = stage == 1 and settings.device == "cuda" and not holds and not load.is_half
+    return load.trains_all and (stage == 2 or overlaps)
 
 
 def sums_at_once(load: Workload) -> bool:

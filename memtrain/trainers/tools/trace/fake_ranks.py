@@ -45,10 +45,10 @@ def as_fake_ranks(settings: Settings) -> Iterator[None]:
 
 
 def played_rank(settings: Settings) -> int:
-    """Rank 0, whose part is the largest where rows are dealt; under ZeRO-2 the last, which has its part of
-    the gradients as soon as the head is summed, while all activations are there. Where an embedding is larger
-    than a part, of more than two ranks another one may need more."""
-    return settings.num_processes - 1 if settings.engine == "zero2" else 0
+    """Rank 0, whose part is the largest where rows are dealt; under ZeRO-1 and 2 the last, which has its part
+    of the gradients as soon as the head is summed, while all activations are there. Where an embedding is
+    larger than a part, of more than two ranks another one may need more."""
+    return settings.num_processes - 1 if settings.engine in ("zero1", "zero2") else 0
 
 
 def _give_collectives_a_shape() -> None:
