@@ -7,6 +7,7 @@ from typing import NamedTuple
 from memtrain.memory.estimate.activations import attention_backward, mlp_backward
 from memtrain.memory.estimate.experts import stack_gradients
 from memtrain.memory.estimate.quantized import LAST
+from memtrain.memory.estimate.seen_layers import seen_gradients
 from memtrain.memory.estimate.static import backward_bucket, gradient_bytes, largest_trained, sums_wide
 from memtrain.memory.estimate.weights_offload import adapter_of_layer, gradients_on_the_way, trains_away
 from memtrain.memory.estimate.workload import Workload
@@ -87,7 +88,7 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
     later = of_layer * size if trains_all else _adapters_before_mlp(load)
     in_first = whole - own_embedding + (waiting if shape.tied else 0) - later
     in_embedding = whole - own_embedding + coming
-    turn = max(weight, size * there) if trains_all else 0
+    turn = max(weight, size * there, seen_gradients(load)) if trains_all else 0
     in_turn = waiting + turn, in_first, in_embedding
     return GradientBytes(0, waiting, *in_turn, arriving, whole, 0, widens=widened // load.a)
 

@@ -22,6 +22,13 @@ def seen_backward(load: Workload) -> int:
     return max(_of_each(load))
 
 
+def seen_gradients(load: Workload) -> int:
+    """Bytes of the gradients of the last layer's weights at its highest moment, where there were none before;
+    0 of layers that formulas know."""
+    seen = load.shape.seen
+    return 0 if seen is None else seen.kinds[seen.order[-1]].gradients
+
+
 @once
 def seen_forward(load: Workload) -> int:
     """Most that a layer holds in a pass without gradients, with the embeddings and the residual stream."""
@@ -32,12 +39,14 @@ def seen_forward(load: Workload) -> int:
 def seen_at_work(load: Workload) -> int:
     """Share of all that layers keep that is gone, or counted by `seen_backward`, in the turn that needs most.
 
-    A layer's turn holds what the layers before it keep.
+    A layer's turn holds what the layers before it keep, and in float32 its input, which its own norm is the
+    first to keep.
     """
     kept, backward = seen_kept(load), _of_each(load)
     before = accumulate(kept, initial=0)
     highest = max(held + at_once for held, at_once in zip(before, backward, strict=False))
-    return sum(kept) + seen_backward(load) - highest
+    entered = load.a * load.N * load.shape.width * (not load.is_half)
+    return sum(kept) + seen_backward(load) - highest - entered
 
 
 def _of_each(load: Workload) -> list[int]:

@@ -31,6 +31,8 @@ class SeenLayer(Section):
     backward: Growth
     """Peak of its backward pass and of the pass that computes it again, with all that the layer kept;
     gradients of its weights aside."""
+    gradients: int
+    """Bytes of these at that moment, as they come where there were none."""
     forward: Growth
     """Peak of a pass without gradients, with the embeddings and the residual stream."""
 

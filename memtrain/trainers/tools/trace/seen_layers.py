@@ -35,6 +35,8 @@ TOKEN_BY_TOKEN = frozenset(("falcon_mamba", "jamba", "mamba", "recurrent_gemma",
 """Model types whose code loops over the tokens of a row: seconds for each hundred in a layer."""
 FEW_TOKENS = 16
 """Tokens of a piece of theirs. Chosen."""
+BESIDE = "beside the layers"
+"""Owner of what the passes hold and a step does not: the last output, and a gradient to begin with."""
 LENGTHS = (2, 3, 4)
 """Pieces of the rows that are passed. Chosen: with one piece a loop over pieces holds less than its share."""
 
@@ -48,6 +50,18 @@ class Marks:
     backward: dict[int, int] = field(default_factory=dict[int, int])
     """Moments at which the gradient of a layer's input is there; by the number of layers that of the last
     output."""
+    done: int = 0
+    """End of the forward pass: what is there then is kept for the backward pass."""
+
+
+class Change(NamedTuple):
+    """Beginning or end of an allocation."""
+
+    serial: int
+    num_bytes: int
+    """Added, or taken away."""
+    is_gradient: bool = False
+    """Of a weight."""
 
 
 class Seen(NamedTuple):
@@ -55,6 +69,7 @@ class Seen(NamedTuple):
 
     kept: int
     backward: int
+    gradients: int
     forward: int
 
 
@@ -71,6 +86,7 @@ def see_layers(config: Mapping[str, Any], settings: Settings) -> SeenLayers:
         SeenLayer(
             kept=_growth(piece, [one[at].kept for one in passes]),
             backward=_growth(piece, [one[at].backward for one in passes]),
+            gradients=max(one[at].gradients for one in passes),
             forward=_growth(piece, [one[at].forward for one in passes]),
         )
         for at in firsts
@@ -127,28 +143,47 @@ def _seen(config: Mapping[str, Any], settings: Settings, depth: int, length: int
             with torch.no_grad():
                 bare = _passed(base, ids_1T, recorder)
             trained = _passed(base, ids_1T, recorder)
-        live = _without_gradients(recorder)
-    return [_of_layer(live, begun, bare, trained, at) for at in range(depth)]
+        changes = _changes_of_layers(recorder)
+    return [_of_layer(changes, begun, bare, trained, at) for at in range(depth)]
 
 
-def _of_layer(live: list[int], begun: int, bare: Marks, trained: Marks, at: int) -> Seen:
+def _of_layer(changes: Sequence[Change], begun: int, bare: Marks, trained: Marks, at: int) -> Seen:
+    """The bytes of a layer: in its own passes, of what came since it began.
+
+    What was there before is the layers' before it, or everyone's: positions, and the layer's input.
+    """
     here, after = trained.forward[at], trained.forward[at + 1]
-    before = live[here] - live[trained.forward[0]]
-    again = max(live[here : after + 1])
-    back = max(live[trained.backward[at + 1] : trained.backward[at] + 1])
-    forward = max(live[bare.forward[at] : bare.forward[at + 1] + 1])
-    return Seen(live[after] - live[here], max(again, back) - live[begun] - before, forward - live[begun])
+    start, end = trained.backward[at + 1], trained.backward[at] + 1
+    own = _live(changes, range(here, len(changes)))
+    whole = _live(changes, range(here, len(changes)), gradients=range(start, end))
+    highest = max(*range(here, after + 1), *range(start, end), key=own.__getitem__)
+    forward = _live(changes, range(begun, len(changes)))[bare.forward[at] : bare.forward[at + 1] + 1]
+    return Seen(
+        kept=_live(changes, range(here, after))[trained.done],
+        backward=own[highest],
+        gradients=whole[highest] - own[highest],
+        forward=max(forward),
+    )
 
 
-def _without_gradients(recorder: Recorder) -> list[int]:
-    """Live bytes after each event, from none on; gradients of weights left out."""
+def _changes_of_layers(recorder: Recorder) -> list[Change]:
+    """The changes in order; those of what is beside the layers weigh nothing."""
 
-    def change(serial: int, num_bytes: int) -> int:
-        if recorder.owner_of(serial) == "gradients":
-            return 0
-        return num_bytes or -recorder.origins[serial].num_bytes
+    def change(serial: int, num_bytes: int) -> Change:
+        owner = recorder.owner_of(serial)
+        size = 0 if owner == BESIDE else num_bytes or -recorder.origins[serial].num_bytes
+        return Change(serial, size, owner == "gradients")
 
-    return list(accumulate((change(*event) for event in recorder.events), initial=0))
+    return [change(*event) for event in recorder.events]
+
+
+def _live(changes: Sequence[Change], born: range, gradients: range = range(0)) -> list[int]:
+    """Live bytes after each change, from none on, of allocations that begin at these numbers; of gradients at
+    those."""
+    begins = {one.serial: number for number, one in reversed(list(enumerate(changes)))}
+    asked = {one.serial: gradients if one.is_gradient else born for one in changes}
+    sizes = (one.num_bytes if begins[one.serial] in asked[one.serial] else 0 for one in changes)
+    return list(accumulate(sizes, initial=0))
 
 
 def _passed(base: Any, ids_1T: Tensor, recorder: Recorder) -> Marks:  # noqa: N803
@@ -183,8 +218,11 @@ def _passed(base: Any, ids_1T: Tensor, recorder: Recorder) -> Marks:  # noqa: N8
     hooks = [one.register_forward_pre_hook(before(at), with_kwargs=True) for at, one in enumerate(layers)]
     hooks.append(layers[-1].register_forward_hook(after))
     hidden_1TD: Tensor = backbone(input_ids=ids_1T, use_cache=False)[0]  # noqa: N806
+    marks.done = now()
     if hidden_1TD.requires_grad:
-        hidden_1TD.backward(torch.empty_like(hidden_1TD))
+        gradient_1TD = torch.empty_like(hidden_1TD)  # noqa: N806
+        recorder.own([hidden_1TD, gradient_1TD], BESIDE)
+        hidden_1TD.backward(gradient_1TD)
     for hook in hooks:
         hook.remove()
     return marks
