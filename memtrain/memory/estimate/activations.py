@@ -33,6 +33,13 @@ from memtrain.memory.estimate.experts import (
     widest_mlp,
 )
 from memtrain.memory.estimate.flash_scratch import flash_scratch
+from memtrain.memory.estimate.own_attention import (
+    makes_own_scores,
+    masked_kept,
+    own_kept,
+    softmax_backward,
+    softmax_forward,
+)
 from memtrain.memory.estimate.quantized import LAST, packs_itself, unpacked
 from memtrain.memory.estimate.query_norms import query_norm_backward
 from memtrain.memory.estimate.seen_layers import seen_backward, seen_forward, seen_kept
@@ -76,19 +83,8 @@ def attention_kept(load: Workload) -> int:
         # scores the cap's output besides.
         return kept + score_pairs(load)[0] * (shape.num_heads * (4 + a + 4 * shape.makes_scores) + 1)
     if makes_own_scores(load):
-        # The model's own attention in steps: capped or dropped scores, softmax, rounded copy.
-        return kept + _scores(load) * (a + 4 + (a if load.is_half else 0))
-    return kept + 4 * N * shape.num_heads
-
-
-def makes_own_scores(load: Workload) -> bool:
-    """Whether the model's own attention holds all scores of a row, as it does to cap or to drop some."""
-    return load.shape.makes_scores and load.settings.attention == "transformers"
-
-
-def _scores(load: Workload) -> int:
-    """Scores of one layer where rows attend by themselves: heads * length^2 for each row."""
-    return load.shape.num_heads * load.N * (load.N // load.batch.rows)
+        return kept + own_kept(load)
+    return kept + 4 * N * shape.num_heads + masked_kept(load)
 
 
 @once
@@ -270,7 +266,8 @@ def mlp_output_backward(load: Workload) -> int:
 def attention_backward(load: Workload) -> int:
     """Bytes at the attention's moment, the kernel's own scratch included."""
     shape, N, a = load.shape, load.N, load.a
-    attention = attention_kept(load) + norm_kept(load, shape.width, num_scales=1)
+    of_norm = norm_kept(load, shape.width, num_scales=1)
+    attention = attention_kept(load) + of_norm
     attention += a * N * (2 * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
     attention += gathered_backward(load) + flash_scratch(load) + windows_backward(load)
     attention += call_results(load)[1]
@@ -280,8 +277,9 @@ def attention_backward(load: Workload) -> int:
         made = (6 if load.is_half else 4) if held else 8 + a + 4 * shape.makes_scores
         attention += at_once * shape.num_heads * made
     if makes_own_scores(load):
-        attention += 8 * _scores(load)
-    return max(attention, query_norm_backward(load, norm_kept(load, shape.width, num_scales=1)))
+        beside = of_norm + a * N * shape.width * (1 + keeps_attention_input(load))
+        attention = softmax_backward(load, attention_kept(load) + beside)
+    return max(attention, query_norm_backward(load, of_norm))
 
 
 @once
@@ -328,7 +326,7 @@ def layer_forward(load: Workload) -> int:
     if load.settings.attention == "masked":
         attention += 12 * score_pairs(load)[1] * shape.num_heads
     if makes_own_scores(load):
-        attention += 12 * _scores(load)
+        attention += softmax_forward(load)
     others = max(attention, experts_kept(load) + clamped_forward(load)) + dequantized(load)
     return max(mlp, others)
 

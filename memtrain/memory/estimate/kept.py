@@ -9,7 +9,6 @@ from memtrain.memory.estimate.activations import (
     keeps_its_input,
     layer_boundary,
     layer_kept,
-    makes_own_scores,
     mlp_kept,
     needs_product,
     norm_kept,
@@ -17,7 +16,8 @@ from memtrain.memory.estimate.activations import (
 )
 from memtrain.memory.estimate.adapters import adapts
 from memtrain.memory.estimate.offloaded_layers import waiting_storages
-from memtrain.memory.estimate.positions import positions_and_mask
+from memtrain.memory.estimate.own_attention import makes_own_scores, masked_kept
+from memtrain.memory.estimate.positions import positions, positions_and_mask
 from memtrain.memory.estimate.quantized import packs_itself
 from memtrain.memory.estimate.seen_layers import seen_at_work, seen_kept
 from memtrain.memory.estimate.workload import Workload, once
@@ -63,7 +63,8 @@ def kept_whole(load: Workload, every: int = 0) -> int:
     """Bytes kept by all layers of which none is checkpointed, or every n-th: the first, and so on."""
     num_layers = load.shape.num_layers
     if load.shape.seen is None:
-        return (num_layers - (-(-num_layers // every) if every else 0)) * layer_kept(load)
+        whole = (num_layers - (-(-num_layers // every) if every else 0)) * layer_kept(load)
+        return whole if every else whole - (num_layers - load.shape.num_sliding_layers) * masked_kept(load)
     return sum(size for at, size in enumerate(seen_kept(load)) if not every or at % every)
 
 
@@ -83,6 +84,7 @@ def kept(load: Workload) -> Kept:
     if settings.slice_tokens:
         return _kept_streamed(load)
     if not every:
+        tables = positions(load)
         everything = kept_whole(load) - unneeded_in_first(load) + tables
         at_work = full if load.shape.seen is None else seen_at_work(load)
         return Kept(everything, at_work, tables, everything)

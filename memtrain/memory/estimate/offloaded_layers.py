@@ -9,12 +9,12 @@ from memtrain.memory.estimate.activations import (
     keeps_mlp_input,
     layer_backward,
     layer_kept,
-    makes_own_scores,
     needs_product,
     whole_scores,
 )
 from memtrain.memory.estimate.experts import widest_mlp
 from memtrain.memory.estimate.flash_scratch import flash_scratch
+from memtrain.memory.estimate.own_attention import hides_by_mask, makes_own_scores
 from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import MLP_NAMES
 
@@ -52,7 +52,7 @@ def storages_amid(load: Workload) -> int:
 def _is_plain(load: Workload) -> bool:
     family = load.shape.family
     is_plain = family.num_wide_norms == 2 and not family.norms_after and not family.fused
-    has_scores = whole_scores(load)[0] > 0 or makes_own_scores(load)
+    has_scores = whole_scores(load)[0] > 0 or makes_own_scores(load) or hides_by_mask(load)
     return is_plain and not (has_scores or load.settings.liger or load.shape.num_expert_layers)
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from memtrain.memory.estimate.flash_scratch import FLEX
+from memtrain.memory.estimate.own_attention import own_masks
 from memtrain.memory.estimate.workload import Workload, once
 
 MASK_BLOCK = 128
@@ -13,7 +14,13 @@ MASK_BLOCK = 128
 
 @once
 def positions_and_mask(load: Workload) -> int:
-    """Cosines and sines, and a mask.
+    """Cosines and sines, and masks, which are let go with a forward pass unless layers are computed again."""
+    return positions(load) + own_masks(load)
+
+
+@once
+def positions(load: Workload) -> int:
+    """Cosines and sines, and the block mask of flex attention.
 
     Layers in slices have a slice's cosines and sines (trainers/model/streamed/row_angles.py), but where these
     follow the length of the row. A block mask is four tables of int32 [N / 128, N / 128], two by queries and
@@ -24,10 +31,6 @@ def positions_and_mask(load: Workload) -> int:
     is_cut = load.settings.slice_tokens and not load.shape.angles_follow_rows
     tokens = min(load.settings.slice_tokens, load.N) if is_cut else load.N
     cosines = 2 * each * tokens * load.shape.head_dim * family.num_rotary
-    if load.settings.attention == "transformers" and load.settings.device == "cuda":
-        # A causal mask of each padded row, as it is made and in the precision of the scores.
-        rows = load.batch.rows
-        return cosines + rows * (load.N // rows) ** 2 * (1 + load.a) if rows > 1 else cosines
     if load.settings.attention != FLEX:
         return cosines
     blocks = -(-load.N // MASK_BLOCK)
