@@ -33,6 +33,7 @@ from memtrain.memory.estimate.experts import (
     widest_mlp,
 )
 from memtrain.memory.estimate.flash_scratch import flash_scratch
+from memtrain.memory.estimate.liger_layers import liger_recomputed
 from memtrain.memory.estimate.own_attention import (
     makes_own_scores,
     masked_kept,
@@ -138,7 +139,7 @@ def keeps_its_input(load: Workload) -> bool:
     family = load.shape.family
     if family.norms_after and family.num_wide_norms == 2:
         return keeps_attention_input(load)
-    return not load.is_half or load.is_fused
+    return not load.is_half or load.is_fused or load.settings.liger
 
 
 @once
@@ -170,6 +171,7 @@ def layer_backward(load: Workload) -> int:
         last_magnitudes_backward(load, layer_kept(load)),
         norms_recomputed(load, layer_kept(load), needs_product(load)),
         recomputed_forward(load),
+        layer_kept(load) + liger_recomputed(load, keeps_mlp_input(load), needs_product(load)),
         experts_recomputed(load, layer_kept(load), keeps_input=keeps_mlp_input(load)),
     )
 
@@ -218,9 +220,9 @@ def mlp_backward(load: Workload) -> int:
     if scales_in_float(load, *FACTORS):
         return max(magnitudes_backward(load, layer_kept(load), mlp_kept(load)), of_experts)
     if load.settings.liger:
-        # Where PEFT's layer adapts the last map, gradients of two products and their sum; its input is gone.
+        # Where PEFT's layer adapts the last map, gradients of two products and in half precision their sum.
         adds = load.settings.adapter is not None and needs_product(load)
-        factors = 1 + (adds and not sums_in_place(load))
+        factors = 1 + (adds and load.is_half and not sums_in_place(load))
     else:
         factors = 2 + (not needs_product(load) and (load.is_fused or not adapts(load, LAST)))
     # Of a last map that DoRA scales both outputs are gone.
@@ -349,7 +351,7 @@ def norm_backward(load: Workload) -> int:
     In float32 two of the copies are the tensors themselves. In one kernel: the gradients of the picked rows,
     of its output and of its input.
     """
-    if load.is_fused and load.settings.device == "cuda":
+    if load.settings.liger or (load.is_fused and load.settings.device == "cuda"):
         return 3 * load.a * load.N * load.shape.width
     copies = 12 if load.is_half else 4
     others = 3 if load.trains_all or load.is_fused else 4

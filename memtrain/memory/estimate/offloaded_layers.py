@@ -12,11 +12,12 @@ from memtrain.memory.estimate.activations import (
     needs_product,
     whole_scores,
 )
+from memtrain.memory.estimate.adapters import adds_in_one_kernel
 from memtrain.memory.estimate.experts import widest_mlp
 from memtrain.memory.estimate.flash_scratch import flash_scratch
 from memtrain.memory.estimate.own_attention import hides_by_mask, makes_own_scores
 from memtrain.memory.estimate.workload import Workload
-from memtrain.memory.model_shape.shape import MLP_NAMES
+from memtrain.memory.model_shape.shape import ENTERING, MLP_NAMES
 
 KEPT_STORAGES = 8
 """Storages that stay while their copies run. Source: trainers/model/offload/activations.py, `KEEP_LAST`."""
@@ -46,14 +47,24 @@ def storages_amid(load: Workload) -> int:
     of_mlp = [size for size in _saved_in_mlp(load) if size >= LEAST_BYTES]
     before = [*large, *large[: len(large) - len(of_mlp)]]
     made = load.a * load.N * (3 * shape.mlp_width + shape.width)
-    return stays + sum(before[-KEPT_STORAGES:]) + made
+    return stays + sum(before[-KEPT_STORAGES:]) + made + _beside_by_liger(load, len(large) - len(of_mlp))
+
+
+def _beside_by_liger(load: Workload, num_before_mlp: int) -> int:
+    """Bytes there besides under Liger's kernels: the adapter's product where PEFT's layer scales it, and the
+    layer's input where storages after it are as many as stay."""
+    if not load.settings.liger:
+        return 0
+    scaled = not load.trains_all and not adds_in_one_kernel(load)
+    entered = num_before_mlp > KEPT_STORAGES
+    return load.a * load.N * (scaled * load.shape.mlp_width + entered * load.shape.width)
 
 
 def _is_plain(load: Workload) -> bool:
     family = load.shape.family
     is_plain = family.num_wide_norms == 2 and not family.norms_after and not family.fused
     has_scores = whole_scores(load)[0] > 0 or makes_own_scores(load) or hides_by_mask(load)
-    return is_plain and not (has_scores or load.settings.liger or load.shape.num_expert_layers)
+    return is_plain and not (has_scores or load.shape.num_expert_layers)
 
 
 def _by_size(load: Workload) -> tuple[list[int], int]:
@@ -91,7 +102,7 @@ def _saved_in_mlp(load: Workload) -> list[int]:
     them."""
     adapter, row = load.settings.adapter, load.a * load.N
     wide = row * load.shape.mlp_width
-    factors = [wide] * (2 if load.is_fused else 3)
+    factors = [wide] * (2 if load.is_fused or load.settings.liger else 3)
     adapted = 0 if adapter is None else sum(part.name in MLP_NAMES for part in load.shape.adapted(adapter))
     lows = [row * adapter.r] * adapted if adapter is not None else []
     return [*factors, wide * needs_product(load), *lows]
@@ -100,25 +111,33 @@ def _saved_in_mlp(load: Workload) -> list[int]:
 def _of_norm(load: Workload, width: int, num_scales: int) -> tuple[int, ...]:
     """Bytes of the storages that a norm saves."""
     scales = 4 * load.N * num_scales
-    if load.is_fused:
+    if load.is_fused or load.settings.liger:
         return load.a * load.N * width, scales
     normalized = (4 if load.shape.family.norms_in_float else load.a) * load.trains_all
     return 4 * load.N * width, normalized * load.N * width, scales
 
 
-def offloaded_backward(load: Workload) -> int:
+def offloaded_backward(load: Workload, *, is_first: bool = False) -> int:
     """Most that a layer holds in its backward pass when all it kept is fetched back, one storage ahead.
 
     A fit, not a count of tensors: traces of llama at two precisions, torch 2.13, come to a*N*(6*M + 2.5*W),
-    those of fused kernels, which activate the gate again, to 5*M + 3.5*W, and with an adapter to 2*W more.
-    docs/memory.md has its error (`offloading all`). At the attention, which is the most beside a narrow MLP,
-    its inputs and output are back and their gradients there. Of layers that no formula knows all that one
-    kept is taken to be back at once.
+    those of fused kernels, which activate the gate again, to 5*M + 3.5*W, and with an adapter to 2*W more;
+    those of Liger's, which write over the factors, to 4*M + 5*W in the last layer, whose newest storages are
+    there, and to 3*M + 3*W in the first. docs/memory.md has its error (`offloading all`). At the attention,
+    which is the most beside a narrow MLP, its inputs and output are back and their gradients there. Of layers
+    that no formula knows all that one kept is taken to be back at once.
     """
     if load.shape.seen is not None:
         return layer_backward(load)
     beside = 3 + (load.is_fused if load.trains_all else 2)
     shape, row = load.shape, load.a * load.N
     in_mlp = row * ((6 - load.is_fused) * widest_mlp(load) + beside * shape.width)
+    if load.settings.liger:
+        in_mlp = row * (4 * widest_mlp(load) + (5 if load.trains_all else 7) * shape.width)
+        in_mlp -= is_first * row * (widest_mlp(load) + 2 * shape.width)
     in_attention = row * (2 * shape.width + 4 * shape.query_width + 4 * shape.kv_width) + flash_scratch(load)
+    if is_first and load.trains_all:
+        # Gradients of the maps after it are there, of which its last alone is counted with the MLP's turn.
+        later = sum(one.num_inputs * one.num_outputs for one in shape.linears if one.name not in ENTERING)
+        in_attention += load.a * (later - shape.largest_linear)
     return max(in_mlp, in_attention)

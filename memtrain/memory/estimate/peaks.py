@@ -30,6 +30,7 @@ from memtrain.memory.estimate.flash_scratch import SCRATCH
 from memtrain.memory.estimate.gradients import GradientBytes, buckets_of_ddp, gradients_in_order
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.kept import kept, kept_bytes
+from memtrain.memory.estimate.liger_layers import liger_forward
 from memtrain.memory.estimate.offloaded_layers import offloaded_backward, storages_amid
 from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
 from memtrain.memory.estimate.positions import positions_and_mask
@@ -178,7 +179,7 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
         resting | loss | {"logits": head.backward},
         resting | loss | {"logits": made.of_head},
         resting | loss | {"gradients": made.after_loss, "logits": final_backward, "head's weight": 0},
-        *(resting | turn | inner for turn in _turns(load, made)),
+        *(resting | inner | turn for turn in _turns(load, made)),
         *(resting | moment for moment in _middle_moments(load, made, inner)),
         *(resting | moment for moment in _steps_in_backward(load, made, loss)),
         resting
@@ -221,6 +222,8 @@ def _turns(load: Workload, made: GradientBytes) -> list[Moment]:
         {"gradients": made.in_last, "activations": held.everything - held.of_last},
         {"gradients": made.in_first, "activations": max(0, held.beside_first - unneeded)},
     ]
+    if load.settings.offload == "all" and load.settings.liger:
+        turns[1] |= {"recomputation": offloaded_backward(load, is_first=True) + made.added}
     if load.settings.in_backward and load.shape.num_layers > 2:
         before = held.everything - held.of_last - (held.of_last or layer_boundary(load))
         turns.append({"gradients": made.in_first, "activations": max(held.beside_first, before)})
@@ -263,8 +266,10 @@ def _in_forward(load: Workload) -> int:
         return forward_of_layer(load) + positions_and_mask(load)
     if load.settings.checkpoint_every or load.settings.slice_tokens or load.settings.weights_offload:
         return 0
-    held = experts_forward(load, keeps_input=keeps_mlp_input(load))
-    scaled = factor_scaled(load, needs_product(load)) + 2 * layer_boundary(load)
+    of_input, of_product = keeps_mlp_input(load), needs_product(load)
+    held = experts_forward(load, keeps_input=of_input)
+    held = max(held, liger_forward(load, of_input, of_product))
+    scaled = factor_scaled(load, of_product) + 2 * layer_boundary(load)
     return kept(load).at_loss + max(held, norms_forward(load, *MLP_NAMES), scaled)
 
 

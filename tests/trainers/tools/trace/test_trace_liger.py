@@ -4,14 +4,34 @@ import sys
 from dataclasses import replace
 
 import pytest
-from trace_cases import HALF, LIGER, LLAMA, has_liger, on_a_cpu, random_states, real_peak, sft
+from trace_cases import (
+    EVERY,
+    HALF,
+    LIGER,
+    LLAMA,
+    LORA,
+    QWEN,
+    has_liger,
+    on_a_cpu,
+    random_states,
+    real_peak,
+    sft,
+)
 
+from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.tools.trace import client as traced
 from memtrain.trainers.tools.trace.client import can_trace
 from memtrain.trainers.tools.trace.trace import trace
 
 needs_liger = pytest.mark.skipif(not has_liger(), reason="needs Liger (pip install 'memtrain[liger]')")
 CUDA = {"device": "cuda", "attention": "torch_varlen"}
+
+
+def error_of(case):
+    """Share by which the arithmetic, without a batch's own numbers, is above the traced peak."""
+    peak = case.estimated().peak
+    batch = sum(one.num_bytes for one in peak.owners if one.owner == "batch")
+    return (peak.num_bytes - batch) / trace(case.job).recorder.peak_bytes - 1
 
 
 def on_a_gpu(case):
@@ -32,8 +52,44 @@ def test_a_trace_of_ligers_wrappers_finds_the_peak_of_the_real_allocator(name):
 def test_the_arithmetic_follows_liger():
     for name, case in LIGER.items():
         case = on_a_gpu(case)
-        reported = case.estimated().peak.num_bytes
-        assert reported == pytest.approx(trace(case.job).recorder.peak_bytes, rel=0.12), name
+        assert -0.02 <= error_of(case) <= 0.03, name
+
+
+WIDE = LLAMA | {"intermediate_size": 1024}
+ADAPTED = (
+    ("q_proj", "v_proj"),
+    ("o_proj",),
+    ("gate_proj",),
+    ("up_proj", "down_proj"),
+    ("down_proj",),
+    ("gate_proj", "up_proj"),
+)
+
+
+@needs_liger
+@pytest.mark.parametrize("changes", [{}, EVERY])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("names", [(), *ADAPTED])
+def test_every_moment_of_adapted_maps_under_liger_is_counted(names, dtype, changes):
+    """A norm's backward pass in one kernel (6 to 8 % too high in half precision), its input, which is that of
+    the layer (2 to 3 % where it is checkpointed), sums of gradients in place in float32 (5 to 10 %), and
+    PEFT's own products in a forward pass, which were not counted (up to 8 % too low)."""
+    adapter = Adapter(r=8, target_modules=names) if names else LORA
+    case = sft(
+        WIDE if not names else LLAMA, CUDA | {"liger": True, "dtype": dtype, "adapter": adapter} | changes
+    )
+    assert -0.004 <= error_of(case) <= 0.001
+
+
+@needs_liger
+@pytest.mark.parametrize("num_layers", [2, 4])
+@pytest.mark.parametrize("adapter", [None, LORA])
+@pytest.mark.parametrize("changes", [{}, HALF])
+@pytest.mark.parametrize("config", [LLAMA, WIDE, QWEN])
+def test_what_travels_under_liger_is_counted_by_storages(config, changes, adapter, num_layers):
+    """By the widths of transformers' own layers it was 3 to 24 % too high."""
+    changes = changes | CUDA | {"liger": True, "adapter": adapter, "offload": "all"}
+    assert -0.004 <= error_of(sft(config | {"num_hidden_layers": num_layers}, changes)) <= 0.012
 
 
 @needs_liger
