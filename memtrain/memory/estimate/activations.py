@@ -17,6 +17,7 @@ from memtrain.memory.estimate.context_parallel import (
 )
 from memtrain.memory.estimate.dora import (
     FACTORS,
+    SECOND,
     last_magnitudes_backward,
     magnitudes_backward,
     norms_forward,
@@ -36,7 +37,6 @@ from memtrain.memory.estimate.flash_scratch import flash_scratch
 from memtrain.memory.estimate.liger_layers import liger_recomputed
 from memtrain.memory.estimate.own_attention import (
     makes_own_scores,
-    masked_kept,
     own_kept,
     softmax_backward,
     softmax_forward,
@@ -83,9 +83,7 @@ def attention_kept(load: Workload) -> int:
         # Softmax in float32 and its copy for the product with the values, and the inverted mask; of capped
         # scores the cap's output besides.
         return kept + score_pairs(load)[0] * (shape.num_heads * (4 + a + 4 * shape.makes_scores) + 1)
-    if makes_own_scores(load):
-        return kept + own_kept(load)
-    return kept + 4 * N * shape.num_heads + masked_kept(load)
+    return kept + own_kept(load)
 
 
 @once
@@ -208,7 +206,7 @@ def mlp_backward(load: Workload) -> int:
     """Bytes at the MLP's moment of a layer's backward pass.
 
     The product's gradient has the product's place; where nothing kept that, it is there besides. Liger writes
-    gradients over the factors.
+    gradients over the factors. A norm after the MLP is through.
     """
     shape, N, a = load.shape, load.N, load.a
     of_experts = 0
@@ -218,7 +216,9 @@ def mlp_backward(load: Workload) -> int:
     if shape.num_expert_layers == shape.num_layers:
         return of_experts + scales_in_float(load, *MLP_NAMES) * 16 * N * widest_mlp(load)
     if scales_in_float(load, *FACTORS):
-        return max(magnitudes_backward(load, layer_kept(load), mlp_kept(load)), of_experts)
+        of_experts = max(magnitudes_backward(load, layer_kept(load), mlp_kept(load)), of_experts)
+        if scales(load, *SECOND):
+            return of_experts
     if load.settings.liger:
         # Where PEFT's layer adapts the last map, gradients of two products and in half precision their sum.
         adds = load.settings.adapter is not None and needs_product(load)
@@ -227,7 +227,8 @@ def mlp_backward(load: Workload) -> int:
         factors = 2 + (not needs_product(load) and (load.is_fused or not adapts(load, LAST)))
     # Of a last map that DoRA scales both outputs are gone.
     made = a * N * (shape.width * (1 - 2 * scales(load, LAST)) + factors * shape.mlp_width)
-    return max(layer_kept(load) + made, of_experts)
+    left = layer_kept(load) - shape.family.norms_after * norm_kept(load, shape.width, num_scales=1)
+    return max(left + made, of_experts)
 
 
 @once
@@ -327,8 +328,7 @@ def layer_forward(load: Workload) -> int:
     attention += gathered_forward(load)
     if load.settings.attention == "masked":
         attention += 12 * score_pairs(load)[1] * shape.num_heads
-    if makes_own_scores(load):
-        attention += softmax_forward(load)
+    attention += softmax_forward(load)
     others = max(attention, experts_kept(load) + clamped_forward(load)) + dequantized(load)
     return max(mlp, others)
 

@@ -14,6 +14,8 @@ from memtrain.memory.model_shape.shape import MLP_NAMES
 
 FACTORS = tuple(name for name in MLP_NAMES if name != LAST)
 """Maps to the factors of the MLP's product."""
+SECOND = tuple(name for name in FACTORS if name != "gate_proj")
+"""Those whose gradients come first."""
 
 
 def scales_in_float(load: Workload, *names: str) -> bool:
@@ -31,10 +33,16 @@ def scales(load: Workload, *names: str) -> bool:
 def magnitudes_backward(load: Workload, kept: int, by_mlp: int) -> int:
     """Bytes at the first of the MLP's two adapted factors in half precision: what the last map kept is gone,
     and so are the factors but for the gate; gradients of both factors and of the residual stream are there,
-    and the output, its gradient and two products in float32."""
+    and the output, its gradient and two products in float32.
+
+    At the gate, where it alone is adapted, the other factor's gradient is that of the tokens by then, and the
+    gate is gone.
+    """
     shape, N, a = load.shape, load.N, load.a  # noqa: N806
     of_last = 2 * shape.width * adapts(load, LAST)
     left = kept - by_mlp + a * N * (shape.mlp_width + shape.width - of_last)
+    if not scales(load, *SECOND):
+        left += a * N * (shape.width - 2 * shape.mlp_width)
     return left + N * (2 * a * shape.mlp_width + 16 * _scaled_width(load))
 
 

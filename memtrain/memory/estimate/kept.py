@@ -12,11 +12,10 @@ from memtrain.memory.estimate.activations import (
     mlp_kept,
     needs_product,
     norm_kept,
-    whole_scores,
 )
 from memtrain.memory.estimate.adapters import adapts
 from memtrain.memory.estimate.offloaded_layers import waiting_storages
-from memtrain.memory.estimate.own_attention import makes_own_scores, masked_kept
+from memtrain.memory.estimate.own_attention import masked_kept
 from memtrain.memory.estimate.positions import positions, positions_and_mask
 from memtrain.memory.estimate.quantized import packs_itself
 from memtrain.memory.estimate.seen_layers import seen_at_work, seen_kept
@@ -112,21 +111,24 @@ def unneeded_in_first(load: Workload) -> int:
     if load.trains_all:
         return 0
     is_plain = shape.seen is None and shape.counts is None and not shape.num_expert_layers
-    is_plain &= not shape.family.norms_after and load.settings.quantize != "8bit"
-    is_plain &= not makes_own_scores(load) and not whole_scores(load)[0]
+    is_plain &= load.settings.quantize != "8bit"
+    # Norms after the attention and after the MLP; some families have no others.
+    num_norms, norms_after = shape.family.num_wide_norms, shape.family.norms_after
+    of_first = 0 if norms_after and num_norms == 2 else of_norm
     if not is_plain or adapts(load, *ENTERING):
-        return of_norm
-    before_output = of_norm + attention_kept(load)
+        return of_first
+    before_output = of_first + attention_kept(load)
     if adapts(load, "o_proj"):
         return before_output - load.a * load.N * shape.query_width
+    before_mlp = (num_norms - norms_after) * of_norm + attention_kept(load)
     wide = load.a * load.N * shape.mlp_width
     has_gate, has_up = (adapts(load, name, "gate_up_proj") for name in ("gate_proj", "up_proj"))
     if has_gate or has_up:
         # The activated gate is for the gradient of the other factor alone, the gate and that for its own.
         alone = 0 if has_gate and has_up else 1 + has_up
         is_one_kernel = load.is_fused or load.settings.liger
-        return before_output + of_norm + (0 if is_one_kernel else alone * wide)
-    return before_output + of_norm + mlp_kept(load) - wide * needs_product(load)
+        return before_mlp + (0 if is_one_kernel else alone * wide)
+    return before_mlp + mlp_kept(load) - wide * needs_product(load)
 
 
 def _kept_streamed(load: Workload) -> Kept:

@@ -33,10 +33,10 @@ def own_masks(load: Workload) -> int:
 
 
 def own_kept(load: Workload) -> int:
-    """Kept besides by a layer that makes scores in steps: keys and values for every head, capped or dropped
-    scores, their softmax, and its rounded copy."""
+    """Kept by a layer of its scores: their log-sum-exp and `masked_kept`; where it makes them in steps, keys
+    and values for every head, capped or dropped scores, their softmax, and its rounded copy."""
     if not makes_own_scores(load):
-        return 0
+        return 4 * load.N * load.shape.num_heads + masked_kept(load)
     return _for_every_head(load) + own_scores(load) * (load.a + 4 + (load.a if load.is_half else 0))
 
 
@@ -54,9 +54,9 @@ def own_scores(load: Workload) -> int:
 
 
 def softmax_forward(load: Workload) -> int:
-    """Bytes at a softmax without gradients: scores and their softmax in float32, in half precision beside the
-    scores themselves."""
-    return own_scores(load) * (8 + (load.a if load.is_half else 0))
+    """Bytes at a softmax in steps without gradients: scores and their softmax in float32, in half precision
+    beside the scores themselves; 0 where there is none."""
+    return makes_own_scores(load) * own_scores(load) * (8 + (load.a if load.is_half else 0))
 
 
 def softmax_backward(load: Workload, kept: int) -> int:

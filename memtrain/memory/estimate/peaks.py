@@ -33,6 +33,7 @@ from memtrain.memory.estimate.kept import kept, kept_bytes
 from memtrain.memory.estimate.liger_layers import liger_forward
 from memtrain.memory.estimate.offloaded_layers import offloaded_backward, storages_amid
 from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
+from memtrain.memory.estimate.own_attention import own_masks
 from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
 from memtrain.memory.estimate.sharded.zero import (
@@ -270,7 +271,10 @@ def _in_forward(load: Workload) -> int:
     held = experts_forward(load, keeps_input=of_input)
     held = max(held, liger_forward(load, of_input, of_product))
     scaled = factor_scaled(load, of_product) + 2 * layer_boundary(load)
-    return kept(load).at_loss + max(held, norms_forward(load, *MLP_NAMES), scaled)
+    masks = own_masks(load)
+    # Until the final norm is through: its steps, and the embeddings.
+    norm = 4 * layer_boundary(load) if masks else 0
+    return kept(load).at_loss + masks + max(held, norms_forward(load, *MLP_NAMES), scaled, norm)
 
 
 def reference_pass(load: Workload, head: HeadBytes, gathered: ReferenceWeights = (0, 0)) -> int:

@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+from memtrain.memory.estimate.context_parallel import score_pairs
 from memtrain.memory.estimate.flash_scratch import FLEX
 from memtrain.memory.estimate.own_attention import own_masks
 from memtrain.memory.estimate.workload import Workload, once
 
+MASKED = "masked"
+"""Back end that keeps every score (trainers/model/attention/masked.py)."""
 MASK_BLOCK = 128
 """Tokens of a block of flex attention's mask."""
 
@@ -31,6 +34,9 @@ def positions(load: Workload) -> int:
     is_cut = load.settings.slice_tokens and not load.shape.angles_follow_rows
     tokens = min(load.settings.slice_tokens, load.N) if is_cut else load.N
     cosines = 2 * each * tokens * load.shape.head_dim * family.num_rotary
+    if load.settings.attention == MASKED and load.batch.foreign is None:
+        # A byte for each pair of tokens lives as long as the layout of the row.
+        return cosines + score_pairs(load)[0]
     if load.settings.attention != FLEX:
         return cosines
     blocks = -(-load.N // MASK_BLOCK)
