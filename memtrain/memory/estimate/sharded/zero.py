@@ -93,7 +93,7 @@ def loading_moments(load: Workload, resting: Mapping[str, int], whole: int) -> l
         load.a * max(shape.num_embedding, shape.num_head, largest_matrix(shape)),
         load.batch.teacher,
     )
-    cut = largest // count if teacher is None else teacher.head // GATHERED
+    cut = (largest if teacher is None else teacher.head // GATHERED) // count
     beside = {name: count * resting.get(name, 0) for name in ("reference", "teacher")}
     cutting = dict(resting) | beside | {"weights": whole, "master copies": 0, "gathered weights": cut}
     trained = largest if settings.adapter is None else 0

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtrain.memory.plan.engine_kinds import shards_weights
@@ -22,6 +24,7 @@ from memtrain.trainers.model.attention.row_layout import Layout
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout, slice_of
 from memtrain.trainers.runtime.weight_layout import WeightLayout
+from memtrain.trainers.tools.trace.fake_cuda import replaced
 
 Rules = dict[Any, Callable[..., Any]]
 
@@ -39,9 +42,20 @@ def as_fake_ranks(settings: Settings) -> Iterator[None]:
     rank, world = played_rank(settings), settings.num_processes
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
-        yield
+        with replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", _told_apart):
+            yield
     finally:
         dist.destroy_process_group()
+
+
+_tell = ShardingPropagator._propagate_tensor_meta_non_cached
+
+
+def _told_apart(propagator: ShardingPropagator, operation: OpSchema) -> Any:
+    """The shape of a cut tensor. torch learns it from tensors without data, the first time that a process
+    asks; no run holds them, and nothing counts them."""
+    with _disable_current_modes():
+        return _tell(propagator, operation)
 
 
 def played_rank(settings: Settings) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
-from trace_cases import BASE, HALF, LLAMA, ZERO, Nobody, random_states, real_peak, sft, zero
+from trace_cases import BASE, HALF, LLAMA, TEACHER, ZERO, Nobody, random_states, real_peak, sft, zero
 
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.memory_meter.cpu_allocator_peak import allocator_peak
@@ -97,19 +97,39 @@ def test_stage_3_sends_an_embeddings_gradient_beside_what_waits(is_tied):
     assert peak.num_bytes - batch == pytest.approx(found.peak_bytes, rel=0.002)
 
 
-LOADED = ("ZeRO-1, dpo, adapter off", "ZeRO-2, bfloat16", "ZeRO-3, bfloat16, checkpointed")
+LOADED = (
+    "ZeRO-1, dpo, adapter off",
+    "ZeRO-2, bfloat16",
+    "ZeRO-3, bfloat16, checkpointed",
+    "ZeRO-3, distill, a model",
+)
 
 
 @pytest.mark.parametrize(
     "name", [name if name in LOADED else pytest.param(name, marks=pytest.mark.slow) for name in ZERO]
 )
 def test_what_an_engine_makes_before_the_first_step_is_counted(name):
-    """Parts of gradients, states and buffers: 10 to 50 % too low without. What a teacher, or a model with an
-    adapter, is cut with is taken 3 to 4 % too high."""
+    """Parts of gradients, states and buffers: 10 to 50 % too low without. What a model with an adapter in
+    half precision is cut with is taken 3 % too high; a teacher's head was counted whole, 7 %."""
     case = ZERO[name]
     found = trace(case.job).recorder.phase_peaks["load"]
     predicted = next(one for one in case.estimated().phases if one.phase == "load")
-    assert found * 0.999 <= predicted.num_bytes <= found * 1.04
+    assert found * 0.999 <= predicted.num_bytes <= found * (1.031 if name == OF_ADAPTER else 1.002)
+
+
+OF_ADAPTER = "ZeRO-3, dpo, adapter off"
+
+
+def test_traces_in_one_process_are_alike_and_leave_torchs_product_as_it_was():
+    """The first counted tensors by which torch learns the shapes of cut ones (4 % of what a teacher's load
+    needs), and stage 3 left a product of its own for all that came after."""
+    before = torch.nn.functional.linear
+    # Of a teacher as wide as no other, so that torch has not learnt its shapes.
+    wide = TEACHER | {"hidden_size": 384, "intermediate_size": 1056}
+    job = replace(ZERO["ZeRO-3, distill, a model"].job, teacher=wide)
+    first, second = (trace(job).recorder.phase_peaks for _ in range(2))
+    assert first == second
+    assert torch.nn.functional.linear is before
 
 
 @pytest.mark.slow
