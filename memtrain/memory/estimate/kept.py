@@ -110,17 +110,19 @@ def unneeded_in_first(load: Workload) -> int:
     shape, of_norm = load.shape, norm_kept(load, load.shape.width, num_scales=1)
     if load.trains_all:
         return 0
-    is_plain = shape.seen is None and shape.counts is None and not shape.num_expert_layers
-    is_plain &= load.settings.quantize != "8bit"
+    is_plain = shape.seen is None and shape.counts is None and load.settings.quantize != "8bit"
     # Norms after the attention and after the MLP; some families have no others.
     num_norms, norms_after = shape.family.num_wide_norms, shape.family.norms_after
     of_first = 0 if norms_after and num_norms == 2 else of_norm
     if not is_plain or adapts(load, *ENTERING):
         return of_first
-    before_output = of_first + attention_kept(load)
+    # Experts have their highest moment in a forward pass, to whose end the backbone holds the embeddings.
+    before_attention = attention_kept(load) - layer_boundary(load) * (shape.num_expert_layers > 0)
     if adapts(load, "o_proj"):
-        return before_output - load.a * load.N * shape.query_width
-    before_mlp = (num_norms - norms_after) * of_norm + attention_kept(load)
+        return of_first + before_attention - load.a * load.N * shape.query_width
+    before_mlp = (num_norms - norms_after) * of_norm + before_attention
+    if shape.num_expert_layers:
+        return before_mlp
     wide = load.a * load.N * shape.mlp_width
     has_gate, has_up = (adapts(load, name, "gate_up_proj") for name in ("gate_proj", "up_proj"))
     if has_gate or has_up:

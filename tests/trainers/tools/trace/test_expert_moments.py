@@ -37,3 +37,15 @@ def test_adapted_stacks_add_two_products_and_lay_out_their_adapters_in_float32(a
 def test_experts_of_a_forward_pass_hold_more_than_is_kept():
     """In half precision, where adapters are rounded: 2.3 % too low without the last layer's forward pass."""
     assert -0.016 <= error_of(sft(MIXTRAL, HALF | {"adapter": UP_ALONE})) <= 0.0
+
+
+STACKS_ALONE = OF_STACKS.model_copy(update={"target_modules": ()})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("adapter", [Adapter(r=8, target_modules=("o_proj",)), STACKS_ALONE])
+@pytest.mark.parametrize("config", [QWEN_MOE, MIXTRAL])
+def test_the_first_layer_of_a_mixture_keeps_no_attention_before_its_first_adapter(config, adapter, dtype):
+    """6 to 16 % too high with it, of two layers."""
+    case = sft(config, {"adapter": adapter, "dtype": dtype})
+    assert -0.005 <= error_of(case) <= 0.03
