@@ -63,7 +63,7 @@ def head_bytes(load: Workload, *, trains_head: bool) -> HeadBytes:
         forward=picked + (rows + forward if load.batch.foreign else max(rows, forward)),
         # At the end the gradient of the picked rows is scattered into one of all rows.
         backward=picked + max(backward, weight_gradient + picked + rows),
-        evaluation=picked + rows + evaluation,
+        evaluation=picked + (rows + evaluation if load.batch.foreign else max(rows, evaluation)),
         weight_gradient=weight_gradient,
     )
 
@@ -85,11 +85,13 @@ def _full_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:
         kept, forward, backward, evaluation = load.batch.teacher.logits
     if foreign is not None and asks is HeadOutput.NLL:
         tile, (kept, forward, backward, evaluation) = 0, foreign.logits
+    # Without a backward pass the log-softmax of a loss is gone before its statistics.
+    of_tile = tile + (logits if asks is HeadOutput.NLL else round(evaluation * logits))
     return (
         round(kept * logits) + cap,
         round(forward * logits) + cap + tile,
         round(backward * logits) + cap,
-        round(evaluation * logits) + tile,
+        max(cap + round(evaluation * logits), of_tile),
     )
 
 
