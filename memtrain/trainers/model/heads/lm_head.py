@@ -215,21 +215,29 @@ def _lora_forward(self: Any, hidden: Tensor, *args: Any, inside: Inside | None =
     is_plain = self.disable_adapters or self.merged
     names = [] if is_plain else [name for name in self.active_adapters if name in self.lora_A]
 
-    def add_adapters(names: list[str], pairs: Pairs, bias: Tensor | None) -> Any:
-        if not names:
-            return inside(pairs, bias)
-        name, *rest = names
-        down = self.lora_A[name]
-        low_NR = down(self.lora_dropout[name](hidden.to(down.weight.dtype)))
+    def with_base(pairs: Pairs, bias: Tensor | None) -> Any:
+        return _with_adapters(self, names, hidden, inside, pairs, bias)
 
-        # Nested calls, so that every weight is still gathered when the loss reads it.
-        def with_up(up_pairs: Pairs, up_bias: Tensor | None) -> Any:
-            scaled = [(low * self.scaling[name], up) for low, up in up_pairs]
-            return add_adapters(rest, [*pairs, *scaled], _sum_bias(bias, up_bias, self.scaling[name]))
+    return self.base_layer(hidden, inside=with_base)
 
-        return self.lora_B[name](low_NR, inside=with_up)
 
-    return self.base_layer(hidden, inside=lambda pairs, bias: add_adapters(names, pairs, bias))
+def _with_adapters(
+    layer: Any, names: list[str], hidden: Tensor, inside: Inside, pairs: Pairs, bias: Tensor | None
+) -> Any:
+    """Answer of `inside` to `pairs` and those of the adapters of these names."""
+    if not names:
+        return inside(pairs, bias)
+    name, *rest = names
+    down = layer.lora_A[name]
+    low_NR = down(layer.lora_dropout[name](hidden.to(down.weight.dtype)))
+
+    # Nested calls, so that every weight is still gathered when the loss reads it.
+    def with_up(up_pairs: Pairs, up_bias: Tensor | None) -> Any:
+        scaled = [(low * layer.scaling[name], up) for low, up in up_pairs]
+        added = _sum_bias(bias, up_bias, layer.scaling[name])
+        return _with_adapters(layer, rest, hidden, inside, [*pairs, *scaled], added)
+
+    return layer.lora_B[name](low_NR, inside=with_up)
 
 
 def _sum_bias(bias: Tensor | None, up_bias: Tensor | None, scaling: float) -> Tensor | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +87,21 @@ def test_two_active_adapters_on_the_head_add_up(tiny_llama):
     model.add_adapter("second", LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "second"])
     assert_scorer_equals_plain(model)
+
+
+def test_an_adapter_on_the_head_holds_no_hidden_states_after_its_answer(tiny_llama):
+    """A function that called itself held them until the collector came, over several steps."""
+    scorer = Scorer(with_adapters(tiny_llama(), target_modules=["lm_head"]))
+    hidden_ND = torch.randn(len(TARGETS), scorer.model.config.hidden_size)
+    alive = weakref.ref(hidden_ND)
+    gc.disable()
+    try:
+        with torch.no_grad():
+            scorer.answered(hidden_ND, LogprobRequest(TARGETS))
+        del hidden_ND
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_adapters_below_the_head_only(tiny_qwen3):
