@@ -29,12 +29,11 @@ def full_logits(pairs: Pairs, rule: LogitRule = PLAIN_LOGITS, *, bias: Tensor | 
     At most two copies of them are there at once; of a scale or a temperature of 1 none is made.
     """
     wide = wide_dtype(*(t for pair in pairs for t in pair))
-    outputs: list[Tensor] = []
-    for hidden, weight in pairs:
-        dtype = torch.promote_types(hidden.dtype, weight.dtype)
-        outputs.append(F.linear(hidden.to(dtype), weight.to(dtype)).to(wide))
-    total_NV = torch.stack(outputs).sum(0) if len(outputs) > 1 else outputs[0]
-    outputs.clear()
+    first, *others = pairs
+    total_NV = _product(first, wide)
+    for pair in others:
+        # No backward pass of a product reads what came out of it.
+        total_NV = total_NV.add_(_product(pair, wide))
     if bias is not None:
         total_NV = total_NV + bias
     if rule.scale != 1.0:
@@ -42,6 +41,12 @@ def full_logits(pairs: Pairs, rule: LogitRule = PLAIN_LOGITS, *, bias: Tensor | 
     if rule.softcap is not None:
         total_NV = rule.softcap * torch.tanh(total_NV / rule.softcap)
     return total_NV if rule.temperature == 1.0 else total_NV / rule.temperature
+
+
+def _product(pair: tuple[Tensor, Tensor], wide: torch.dtype) -> Tensor:
+    hidden, weight = pair
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    return F.linear(hidden.to(dtype), weight.to(dtype)).to(wide)
 
 
 def full_logprob(

@@ -518,3 +518,14 @@ def test_a_tile_is_gone_before_the_next_one_is_made(dtype, trains_head, most):
         )
         found.loss.backward()
     assert counted.peak_bytes <= most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_a_head_and_its_adapter_are_summed_in_place(dtype: torch.dtype):
+    """Two copies at once; stacked and then summed they were five."""
+    hidden, weight = torch.randn(64, 32, dtype=dtype), torch.randn(64, 32, dtype=dtype)
+    low, up = torch.randn(64, 4), torch.randn(64, 4)
+    with TensorPeak() as counted:
+        made = full_logits([(hidden, weight), (low, up)])
+    assert counted.peak_bytes == 2 * made.nbytes
+    assert torch.equal(made, (hidden @ weight.t()).float() + low @ up.t())
