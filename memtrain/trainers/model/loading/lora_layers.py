@@ -85,16 +85,20 @@ def in_few_kernels(model: PeftModel) -> None:
 
     Exact but for one thing: the two products are summed before they are rounded, where PEFT rounds the second
     alone first; so are the two of the input's gradient. Layers with dropout, DoRA, several adapters, shards
-    or a scale that is no power of two stay PEFT's, and so does everything in float32.
+    or a scale that is no power of two stay PEFT's, and so does everything in float32. The head's adapter is
+    rounded in plain calls alone: the loss multiplies it as it is, and its gradient would wait for those of
+    the layers.
     """
     layers = [module for module in model.modules() if is_few_kernels_kind(module)]
     for layer in layers:
         layer.forward = MethodType(_lora_forward, layer)  # pyright: ignore[reportAttributeAccessIssue]
     base = model.get_base_model()
     embedding = base.get_input_embeddings()  # pyright: ignore[reportCallIssue]
-    if layers and isinstance(embedding, nn.Module):
+    head = base.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    inner = [layer for layer in layers if layer is not head]
+    if inner and isinstance(embedding, nn.Module):
         # Every forward pass begins here, outside of whatever is computed again.
-        embedding.register_forward_pre_hook(_RoundFirst(layers, base))
+        embedding.register_forward_pre_hook(_RoundFirst(inner, base))
 
 
 KINDS = {

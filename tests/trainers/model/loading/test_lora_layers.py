@@ -78,6 +78,15 @@ def test_each_adapter_is_rounded_once_a_pass(tiny_llama, monkeypatch):
     assert not [shape for shape in rounded if len(shape) == 2 and 8 in shape]
 
 
+def test_the_heads_adapter_is_not_rounded_with_the_layers(tiny_llama, monkeypatch):
+    """The loss reads it in float32; rounded besides, its gradient waited for those of the first layer."""
+    copied = []
+    plain = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda a, b: copied.append(len(a)) or plain(a, b))
+    adapted(tiny_llama, target_modules=("q_proj", "lm_head"))(IDS, labels=IDS).loss.backward()
+    assert copied == [4, 4]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_checkpointed_pass_has_the_same_bits(tiny_llama, dtype):
     model = adapted(tiny_llama, dtype).train()
