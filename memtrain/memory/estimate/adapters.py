@@ -43,6 +43,14 @@ def kept_by(load: Workload, parts: Sequence[Linear]) -> int:
     return kept
 
 
+def head_adapter(load: Workload) -> tuple[int, int]:
+    """Numbers of an adapter's A and B on the language model's head; 0 without."""
+    adapter = load.settings.adapter
+    if adapter is None or "lm_head" not in adapter.target_modules:
+        return 0, 0
+    return adapter.r * load.shape.width, adapter.r * load.shape.vocab_size
+
+
 @once
 def adapter_traffic(load: Workload, num_forward: float) -> float:
     """Bytes that the adapters of one layer read and write, in so many forward passes and a backward one.
@@ -64,7 +72,8 @@ def adapter_traffic(load: Workload, num_forward: float) -> float:
 
 @once
 def rounded_adapters(load: Workload) -> int:
-    """Bytes of all adapters in half precision, where they are rounded together and kept from pass to pass.
+    """Bytes of the layers' adapters in half precision, where they are rounded together and kept from pass to
+    pass.
 
     Beside packed weights each map rounds its own: who packs them is short of memory. So in layers that are
     streamed or compiled (trainers/model/offload/activations.py).
@@ -73,7 +82,8 @@ def rounded_adapters(load: Workload) -> int:
     is_passed = settings.slice_tokens or settings.weights_offload or settings.compiled
     if adapter is None or not adds_in_one_kernel(load) or is_passed or settings.quantize != "none":
         return 0
-    return load.a * (load.shape.num_adapter(adapter) - load.shape.num_stack_adapter(adapter))
+    beside = load.shape.num_stack_adapter(adapter) + load.shape.num_outer_adapter(adapter)
+    return load.a * (load.shape.num_adapter(adapter) - beside)
 
 
 @once

@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import attention_backward, mlp_backward
+from memtrain.memory.estimate.adapters import head_adapter
 from memtrain.memory.estimate.experts import stack_gradients
 from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.seen_layers import seen_gradients
-from memtrain.memory.estimate.static import backward_bucket, gradient_bytes, largest_trained, sums_wide
+from memtrain.memory.estimate.static import (
+    backward_bucket,
+    gradient_bytes,
+    largest_trained,
+    sums_wide,
+    trains_embedding,
+)
 from memtrain.memory.estimate.weights_offload import adapter_of_layer, gradients_on_the_way, trains_away
 from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import ENTERING
@@ -47,6 +54,8 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
     """
     settings, shape = load.settings, load.shape
     trains_all = settings.adapter is None
+    # What is saved beside an adapter are copies: a head and embeddings that were one are two.
+    tied = shape.tied and trains_all
     is_foreign = load.batch.foreign is not None
     whole = gradient_bytes(settings, shape, accumulates=accumulates, is_foreign=is_foreign)
     is_wide = load.is_half and sums_wide(settings, accumulates=accumulates, is_foreign=is_foreign)
@@ -56,18 +65,18 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
         stays = way.stays if accumulates else 0
         in_turn = way.in_last, way.in_first, way.in_embedding
         return GradientBytes(stays, way.stays, *in_turn, 0, way.stays, 0, after_mlp=way.after_mlp)
-    embedding = load.a * shape.num_embedding if trains_all else 0
-    own_embedding = size * shape.num_embedding if trains_all else 0
+    num_embedding = shape.num_embedding * trains_embedding(settings)
+    embedding, own_embedding = load.a * num_embedding, size * num_embedding
     there = _there_in_turn(load)
     weight = (load.a + widened) * shape.largest_linear if trains_all and there else 0
     of_layer = shape.num_per_layer(expert=shape.num_expert_layers > 0) - there
     # A tied head's gradient waits for the embedding's, which is added to it: in half precision into a third;
     # where sums are wide, each is widened as it comes.
-    waits = own_embedding if shape.tied else 0
+    waits = own_embedding if tied else 0
     arriving = own_embedding if is_wide else embedding if accumulates else 0
-    if shape.tied:
+    if tied:
         arriving = waits + (embedding if load.is_half else 0)
-    coming = waits if shape.tied else embedding
+    coming = waits if tied else embedding
     if settings.in_backward:
         # Gradients are freed by bucket as their weights are stepped; a tied head's waits for the embedding's.
         bucket = backward_bucket(whole)
@@ -79,14 +88,14 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
     if accumulates:
         held = whole + waits
         of_rows = 2 * load.a * load.S * shape.width
-        widening = 0 if shape.tied else of_head + of_head // load.a * widened + of_rows
+        widening = 0 if tied else of_head + of_head // load.a * widened + of_rows
         in_turn = held, held, whole + coming
         return GradientBytes(
             whole, held, *in_turn, arriving, whole, weight, widening, widens=widened // load.a
         )
-    waiting = max(waits, of_head * size // load.a)
+    waiting = max(waits, of_head * size // load.a) + 4 * sum(head_adapter(load))
     later = of_layer * size if trains_all else _adapters_before_mlp(load)
-    in_first = whole - own_embedding + (waiting if shape.tied else 0) - later
+    in_first = whole - own_embedding + (waiting if tied else 0) - later
     in_embedding = whole - own_embedding + coming
     turn = max(weight, size * there, seen_gradients(load)) if trains_all else 0
     in_turn = waiting + turn, in_first, in_embedding

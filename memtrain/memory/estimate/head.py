@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import layer_boundary, norm_kept
+from memtrain.memory.estimate.adapters import head_adapter
 from memtrain.memory.estimate.loss_tiles import tile_columns, tile_tokens
 from memtrain.memory.estimate.workload import HeadOutput, Workload, once
 
@@ -45,6 +46,9 @@ def head_bytes(load: Workload, *, trains_head: bool) -> HeadBytes:
         # Until the loss is made; what is kept for the backward pass has it no more.
         of_teacher = load.batch.teacher.each_scored * load.S
         forward, evaluation = forward + of_teacher, evaluation + of_teacher
+    kept, forward, backward, evaluation = map(
+        sum, zip((kept, forward, backward, evaluation), _of_adapter(load), strict=True)
+    )
     if load.settings.slice_tokens:
         # Seen in traces of streamed layers: the norm's output is gone once the rows are picked from it, and
         # the picked rows are gone when their gradient is scattered.
@@ -66,6 +70,20 @@ def head_bytes(load: Workload, *, trains_head: bool) -> HeadBytes:
         evaluation=picked + (rows + evaluation if load.batch.foreign else max(rows, evaluation)),
         weight_gradient=weight_gradient,
     )
+
+
+def _of_adapter(load: Workload) -> tuple[int, int, int, int]:
+    """Bytes besides of an adapter on the head: S rows as it widens them (4*S*W in half precision), products
+    with A as they come and scaled, and gradients of products and of B, which tiles of the NLL make in the
+    forward pass. Whole logits are gone before them."""
+    of_a, of_b = head_adapter(load)
+    if not of_a:
+        return 0, 0, 0, 0
+    low = 4 * load.S * (of_a // load.shape.width)
+    rows = 2 * low + 4 * load.S * load.shape.width * load.is_half
+    learned = (low + 4 * of_b) * (load.settings.loss != "full")
+    made = rows + learned * (load.batch.asks is HeadOutput.NLL)
+    return made, made, rows + learned, rows
 
 
 def _full_head(load: Workload, trains_head: bool) -> tuple[int, int, int, int]:

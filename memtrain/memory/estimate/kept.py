@@ -19,6 +19,7 @@ from memtrain.memory.estimate.own_attention import masked_kept
 from memtrain.memory.estimate.positions import positions, positions_and_mask
 from memtrain.memory.estimate.quantized import packs_itself
 from memtrain.memory.estimate.seen_layers import seen_at_work, seen_kept
+from memtrain.memory.estimate.static import learns_embeddings
 from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.model_shape.shape import ENTERING
 
@@ -104,11 +105,21 @@ def kept(load: Workload) -> Kept:
     )
 
 
+def unneeded_norm(load: Workload) -> int:
+    """Bytes that the first norm of all does not keep, where frozen embeddings need no gradient; 0 without a
+    norm before the first maps."""
+    family = load.shape.family
+    begins_with_maps = family.norms_after and family.num_wide_norms == 2
+    if learns_embeddings(load.settings) or begins_with_maps:
+        return 0
+    return norm_kept(load, load.shape.width, num_scales=1)
+
+
 def unneeded_in_first(load: Workload) -> int:
     """Bytes that the first layer does not keep, of what layers keep: frozen embeddings need no gradient, nor
     does what comes before its first adapted map."""
-    shape, of_norm = load.shape, norm_kept(load, load.shape.width, num_scales=1)
-    if load.trains_all:
+    shape, of_norm = load.shape, unneeded_norm(load)
+    if learns_embeddings(load.settings):
         return 0
     is_plain = shape.seen is None and shape.counts is None and load.settings.quantize != "8bit"
     # Norms after the attention and after the MLP; some families have no others.

@@ -17,7 +17,6 @@ from memtrain.memory.estimate.activations import (
     mlp_output_backward,
     needs_product,
     norm_backward,
-    norm_kept,
     scratch_at_peak,
 )
 from memtrain.memory.estimate.adapters import rounded_adapters, without_adapters
@@ -29,7 +28,7 @@ from memtrain.memory.estimate.experts import experts_forward, stacks_backward
 from memtrain.memory.estimate.flash_scratch import SCRATCH
 from memtrain.memory.estimate.gradients import GradientBytes, buckets_of_ddp, gradients_in_order
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
-from memtrain.memory.estimate.kept import kept, kept_bytes
+from memtrain.memory.estimate.kept import kept, kept_bytes, unneeded_norm
 from memtrain.memory.estimate.liger_layers import liger_forward
 from memtrain.memory.estimate.offloaded_layers import offloaded_backward, storages_amid
 from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
@@ -216,9 +215,8 @@ def _turns(load: Workload, made: GradientBytes) -> list[Moment]:
     """Gradients and kept bytes beside the last layer, the first, and, where small gradients wait for each
     other to be stepped, which none did in the last, the layer before that."""
     held = kept(load)
-    # A frozen embedding needs no gradient, so the first norm of all keeps nothing.
-    is_needed = load.trains_all or load.settings.slice_tokens > 0 or load.settings.offload == "all"
-    unneeded = 0 if is_needed else norm_kept(load, load.shape.width, num_scales=1)
+    is_needed = load.settings.slice_tokens > 0 or load.settings.offload == "all"
+    unneeded = 0 if is_needed else unneeded_norm(load)
     turns: list[Moment] = [
         {"gradients": made.in_last, "activations": held.everything - held.of_last},
         {"gradients": made.in_first, "activations": max(0, held.beside_first - unneeded)},

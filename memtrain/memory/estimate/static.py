@@ -15,6 +15,7 @@ from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB
+from memtrain.recipes.sections.model import Adapter
 
 MASTER_BUCKET = 256 * MIB
 """Most bytes of float32 gradients that the master-weight optimizer makes at once (one tensor's may be more).
@@ -79,7 +80,22 @@ def trains_head(settings: Settings) -> bool:
     """Whether the LM head gets a gradient of its own size."""
     if settings.adapter is None:
         return True
-    return any(name.rsplit(".", 1)[-1] == "lm_head" for name in settings.adapter.modules_to_save)
+    return _saves(settings.adapter, "lm_head")
+
+
+def trains_embedding(settings: Settings) -> bool:
+    """Whether the embeddings get a gradient of their own size."""
+    return settings.adapter is None or _saves(settings.adapter, "embed_tokens")
+
+
+def learns_embeddings(settings: Settings) -> bool:
+    """Whether what comes out of the embeddings has a gradient: they are trained, or have an adapter."""
+    adapter = settings.adapter
+    return trains_embedding(settings) or (adapter is not None and "embed_tokens" in adapter.target_modules)
+
+
+def _saves(adapter: Adapter, module: str) -> bool:
+    return any(name.rsplit(".", 1)[-1] == module for name in adapter.modules_to_save)
 
 
 def weights_bytes(settings: Settings, shape: ModelShape) -> int:

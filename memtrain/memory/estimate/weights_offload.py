@@ -121,7 +121,7 @@ def num_trained_away(settings: Settings, shape: ModelShape) -> int:
         return 0
     if settings.adapter is None:
         return shape.num_layer_parameters + shape.num_embedding + shape.num_head
-    return shape.num_adapter(settings.adapter) - shape.num_head_adapter(settings.adapter)
+    return shape.num_adapter(settings.adapter) - shape.num_outer_adapter(settings.adapter)
 
 
 class OnTheWay(NamedTuple):
@@ -149,7 +149,7 @@ def gradients_on_the_way(settings: Settings, shape: ModelShape, size: int) -> On
     if settings.adapter is None:
         stays = size * (shape.num_parameters - num_trained_away(settings, shape))
     else:
-        stays = size * shape.num_saved_modules(settings.adapter) + 4 * shape.num_head_adapter(
+        stays = size * shape.num_saved_modules(settings.adapter) + 4 * shape.num_outer_adapter(
             settings.adapter
         )
     # Of an adapter they are made while the layer's activations go.

@@ -282,12 +282,13 @@ class ModelShape:
         return (
             layers
             + self.num_expert_layers * self.num_adapter_per_layer(adapter, expert=True)
-            + self.num_head_adapter(adapter)
+            + self.num_outer_adapter(adapter)
         )
 
-    def num_head_adapter(self, adapter: Adapter) -> int:
-        """Trained parameters that an adapter adds to the language model's head."""
-        return adapter.r * (self.vocab_size + self.width) if "lm_head" in adapter.target_modules else 0
+    def num_outer_adapter(self, adapter: Adapter) -> int:
+        """Trained parameters that an adapter adds to the embeddings and to the language model's head."""
+        num_named = sum(name in adapter.target_modules for name in ("embed_tokens", "lm_head"))
+        return num_named * adapter.r * (self.vocab_size + self.width)
 
     def _num_counted_adapter(self, adapter: Adapter, counts: Counts) -> int:
         is_dora = adapter.kind == "dora"
@@ -296,13 +297,11 @@ class ModelShape:
             for part, count in counts.all_linears
             if is_adapted(adapter, self.model_type, part.name)
         ]
-        if "lm_head" in adapter.target_modules:
-            parts.append((Linear("lm_head", self.width, self.vocab_size), 1))
         maps = sum(
             count * (adapter.r * (part.num_inputs + part.num_outputs) + is_dora * part.num_outputs)
             for part, count in parts
         )
-        return maps + self.num_stack_adapter(adapter)
+        return maps + self.num_stack_adapter(adapter) + self.num_outer_adapter(adapter)
 
     def num_saved_modules(self, adapter: Adapter) -> int:
         """Parameters of `modules_to_save`: trained copies beside the frozen originals."""
