@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from memtrain.memory.estimate.activations import attention_backward, mlp_backward
-from memtrain.memory.estimate.adapters import head_adapter
+from memtrain.memory.estimate.adapters import head_adapter, rounded_adapters
 from memtrain.memory.estimate.experts import stack_gradients
 from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.seen_layers import seen_gradients
@@ -18,7 +18,6 @@ from memtrain.memory.estimate.static import (
 )
 from memtrain.memory.estimate.weights_offload import adapter_of_layer, gradients_on_the_way, trains_away
 from memtrain.memory.estimate.workload import Workload
-from memtrain.memory.model_shape.shape import ENTERING
 from memtrain.memory.plan.engine_kinds import is_sharded
 
 
@@ -45,9 +44,11 @@ class GradientBytes(NamedTuple):
     """In a layer between when its MLP is through, where those of the layer before leave the device."""
 
 
-def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> GradientBytes:
+def gradients_in_order(
+    load: Workload, of_head: int, *, accumulates: bool, missing: Sequence[str] | None = None
+) -> GradientBytes:
     """Gradients where whole weights are trained: `of_head` is the part of the head's gradient that the loss
-    makes.
+    makes, `missing` are the maps of a layer that have none yet in its turn (None: all but the MLP's last).
 
     A gradient arrives in its weight's precision; where any are added to each other it is widened to float32
     first (trainers/optim/wide_sums.py), and kept so.
@@ -67,7 +68,7 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
         return GradientBytes(stays, way.stays, *in_turn, 0, way.stays, 0, after_mlp=way.after_mlp)
     num_embedding = shape.num_embedding * trains_embedding(settings)
     embedding, own_embedding = load.a * num_embedding, size * num_embedding
-    there = _there_in_turn(load)
+    there = _there_in_turn(load, missing)
     weight = (load.a + widened) * shape.largest_linear if trains_all and there else 0
     of_layer = shape.num_per_layer(expert=shape.num_expert_layers > 0) - there
     # A tied head's gradient waits for the embedding's, which is added to it: in half precision into a third;
@@ -94,27 +95,29 @@ def gradients_in_order(load: Workload, of_head: int, *, accumulates: bool) -> Gr
             whole, held, *in_turn, arriving, whole, weight, widening, widens=widened // load.a
         )
     waiting = max(waits, of_head * size // load.a) + 4 * sum(head_adapter(load))
-    later = of_layer * size if trains_all else _adapters_before_mlp(load)
+    later = of_layer * size if trains_all else _adapters_missing(load, missing)
     in_first = whole - own_embedding + (waiting if tied else 0) - later
     in_embedding = whole - own_embedding + coming
-    turn = max(weight, size * there, seen_gradients(load)) if trains_all else 0
+    own = max(weight, size * there, seen_gradients(load))
+    turn = own if trains_all else _adapters_of_turn(load, later)
     in_turn = waiting + turn, in_first, in_embedding
     return GradientBytes(0, waiting, *in_turn, arriving, whole, 0, widens=widened // load.a)
 
 
-def _there_in_turn(load: Workload) -> int:
-    """Numbers of a layer's matrices whose gradients are there at its highest moment: its MLP's last, or,
-    where the attention's moment is the higher, all but those of queries, keys and values.
+def _there_in_turn(load: Workload, missing: Sequence[str] | None) -> int:
+    """Numbers of a layer's matrices whose gradients are there in its turn.
 
-    0 in slices, where gradients are in sums until the last slice is through, and of experts, whose stacks'
-    are counted at their own moments (`peaks`).
+    0 in slices, where gradients are in sums until the last slice is through, and at the MLP of experts, whose
+    stacks' are counted at their own moments (`peaks`).
     """
-    if load.settings.slice_tokens or load.shape.num_expert_layers:
+    shape = load.shape
+    if load.settings.slice_tokens:
         return 0
-    if load.shape.seen is not None or attention_backward(load) <= mlp_backward(load):
-        return load.shape.largest_linear
-    later = [part for part in load.shape.linears if part.name not in ENTERING]
-    return sum(part.num_inputs * part.num_outputs for part in later)
+    if missing is None:
+        return 0 if shape.num_expert_layers else shape.largest_linear
+    stacks = sum(stack.num_weights for stack, _ in shape.stacks)
+    later = (part for part in shape.plain_linears if part.name not in missing)
+    return stacks + sum(part.num_inputs * part.num_outputs for part in later)
 
 
 def buckets_of_ddp(load: Workload) -> int:
@@ -137,15 +140,31 @@ def _first_of_layer(load: Workload) -> int:
     return max(load.a * load.shape.largest_linear, stack_gradients(load)[0])
 
 
-def _adapters_before_mlp(load: Workload) -> int:
-    """Gradients of a layer's adapters that are not there at its MLP's factors: of all maps but the last, or
-    of all where sums of slices are counted in their place; 0 where another moment of the layer is the
-    higher."""
-    adapter, shape = load.settings.adapter, load.shape
-    if adapter is not None and load.settings.slice_tokens:
-        return 4 * adapter_of_layer(adapter, shape)
-    if adapter is None or attention_backward(load) > mlp_backward(load):
+def _adapters_of_turn(load: Workload, later: int) -> int:
+    """Gradients of the last layer's adapters that are there in its turn; `later`: bytes of the others.
+
+    In half precision they wait for each other as they come, where adapters are rounded together. 0 of
+    experts, whose highest moment is before their stacks'.
+    """
+    adapter = load.settings.adapter
+    assert adapter is not None, "Adapters are trained."
+    if load.shape.num_expert_layers:
         return 0
+    there = 4 * adapter_of_layer(adapter, load.shape) - later
+    return there * load.a // 4 if rounded_adapters(load) else there
+
+
+def _adapters_missing(load: Workload, missing: Sequence[str] | None) -> int:
+    """Gradients of a layer's adapters that are not there in its turn: of maps that are `missing` (None: of
+    all but the MLP's last), or of all where sums of slices are counted in their place."""
+    adapter, shape = load.settings.adapter, load.shape
+    if adapter is None:
+        return 0
+    if load.settings.slice_tokens:
+        return 4 * adapter_of_layer(adapter, shape)
+    if missing is not None:
+        maps = (part for part in shape.adapted(adapter) if part.name in missing)
+        return 4 * sum(adapter.r * (part.num_inputs + part.num_outputs) for part in maps)
     maps = (part for part in shape.adapted(adapter) if part.name == LAST)
     of_last = sum(adapter.r * (part.num_inputs + part.num_outputs) for part in maps)
     stacks = (stack for stack, _ in shape.stacks if stack.name == LAST)

@@ -10,6 +10,7 @@ from itertools import product
 
 from memtrain.memory.estimate.activations import (
     after_mlp_backward,
+    attention_backward,
     keeps_mlp_input,
     layer_backward,
     layer_boundary,
@@ -17,6 +18,7 @@ from memtrain.memory.estimate.activations import (
     mlp_output_backward,
     needs_product,
     norm_backward,
+    norm_kept,
     scratch_at_peak,
 )
 from memtrain.memory.estimate.adapters import rounded_adapters, without_adapters
@@ -25,7 +27,7 @@ from memtrain.memory.estimate.backward_steps import head_step, layer_steps
 from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
 from memtrain.memory.estimate.dora import factor_scaled, norms_forward
 from memtrain.memory.estimate.experts import experts_forward, stacks_backward
-from memtrain.memory.estimate.flash_scratch import SCRATCH
+from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch
 from memtrain.memory.estimate.gradients import GradientBytes, buckets_of_ddp, gradients_in_order
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.kept import kept, kept_bytes, unneeded_norm
@@ -34,6 +36,7 @@ from memtrain.memory.estimate.offloaded_layers import offloaded_backward, storag
 from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
 from memtrain.memory.estimate.own_attention import own_masks
 from memtrain.memory.estimate.positions import positions_and_mask
+from memtrain.memory.estimate.query_norms import query_norm_backward
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
 from memtrain.memory.estimate.sharded.zero import (
     TO_SAVE,
@@ -65,7 +68,7 @@ from memtrain.memory.estimate.weights_offload import (
     trains_away,
 )
 from memtrain.memory.estimate.workload import HeadOutput, HeaviestBatch, Workload, once
-from memtrain.memory.model_shape.shape import MLP_NAMES, ModelShape
+from memtrain.memory.model_shape.shape import ENTERING, MLP_NAMES, ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
@@ -180,6 +183,7 @@ def step_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[
         resting | loss | {"logits": made.of_head},
         resting | loss | {"gradients": made.after_loss, "logits": final_backward, "head's weight": 0},
         *(resting | inner | turn for turn in _turns(load, made)),
+        *(resting | turn for turn in _attention_turns(load, head.weight_gradient, accumulates=accumulates)),
         *(resting | moment for moment in _middle_moments(load, made, inner)),
         *(resting | moment for moment in _steps_in_backward(load, made, loss)),
         resting
@@ -226,6 +230,23 @@ def _turns(load: Workload, made: GradientBytes) -> list[Moment]:
     if load.settings.in_backward and load.shape.num_layers > 2:
         before = held.everything - held.of_last - (held.of_last or layer_boundary(load))
         turns.append({"gradients": made.in_first, "activations": max(held.beside_first, before)})
+    return turns
+
+
+def _attention_turns(load: Workload, of_head: int, *, accumulates: bool) -> list[Moment]:
+    """Turns of layers at their attention, and at the norms of its queries, when the gradients of all maps
+    after these are there; none where they are in any case, or leave as they come."""
+    settings = load.settings
+    leaves = settings.in_backward or trains_away(settings) or settings.offload == "all"
+    if accumulates or leaves or settings.slice_tokens or load.shape.seen is not None:
+        return []
+    kernel = flash_scratch(load)
+    at_norm = query_norm_backward(load, norm_kept(load, load.shape.width, num_scales=1))
+    turns: list[Moment] = []
+    for missing, held, scratch in ((ENTERING, attention_backward(load), kernel), (("q_proj",), at_norm, 0)):
+        made = gradients_in_order(load, of_head, accumulates=False, missing=missing)
+        inner = {"recomputation": held - scratch, SCRATCH: scratch}
+        turns += [turn | inner for turn in _turns(load, made)]
     return turns
 
 

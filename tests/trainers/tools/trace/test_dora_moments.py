@@ -47,7 +47,7 @@ def test_every_moment_of_a_last_map_that_is_scaled_is_counted(dtype, width):
 def test_a_last_map_alone_scales_no_factor():
     """Counted as its factors' it was 52 % too high."""
     case = sft(LLAMA | {"intermediate_size": 1408}, HALF | EVERY | {"adapter": of("down_proj")})
-    assert -0.012 <= error_of(case) <= 0.0
+    assert -0.001 <= error_of(case) <= 0.003
 
 
 @pytest.mark.parametrize(

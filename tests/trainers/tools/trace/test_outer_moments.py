@@ -58,4 +58,4 @@ def test_an_adapter_on_the_head_makes_no_more_whole_logits(method, said, loss, d
 def test_a_model_that_begins_with_maps_keeps_their_input(changes):
     """OLMo 2 has no norm before its attention, which was left out of the first layer: 2.6 % too low."""
     case = sft(SMALL | {"model_type": "olmo2"}, changes | {"adapter": LORA})
-    assert -0.001 <= error_of(case) <= 0.009
+    assert -0.001 <= error_of(case) <= 0.01
