@@ -8,7 +8,19 @@ vocabulary, a bytes of an activation (2 in half precision, 4 in float32).
 
 from __future__ import annotations
 
-from memtrain.memory.estimate.adapters import adapter_kept, adapts, adds_in_one_kernel, kept_by, sums_in_place
+from memtrain.memory.estimate.adapter_sums import (
+    LayerParts,
+    adapted_forward,
+    product_from_host,
+    sums_recomputed,
+)
+from memtrain.memory.estimate.adapters import (
+    adapter_kept,
+    adapts,
+    kept_by,
+    masks_kept,
+    sums_in_place,
+)
 from memtrain.memory.estimate.context_parallel import (
     gathered_backward,
     gathered_forward,
@@ -141,6 +153,12 @@ def keeps_its_input(load: Workload) -> bool:
 
 
 @once
+def layer_parts(load: Workload) -> LayerParts:
+    """Bytes that one layer keeps, with what is among them."""
+    return LayerParts(layer_kept(load), mlp_kept(load), needs_product(load), keeps_mlp_input(load))
+
+
+@once
 def layer_boundary(load: Workload) -> int:
     """Bytes that a checkpointed layer keeps: a*N*W, its input."""
     return load.a * load.N * load.shape.width
@@ -168,7 +186,8 @@ def layer_backward(load: Workload) -> int:
         made,
         last_magnitudes_backward(load, layer_kept(load)),
         norms_recomputed(load, layer_kept(load), needs_product(load)),
-        recomputed_forward(load),
+        sums_recomputed(load, layer_parts(load)),
+        product_from_host(load, layer_parts(load)),
         layer_kept(load) + liger_recomputed(load, keeps_mlp_input(load), needs_product(load)),
         experts_recomputed(load, layer_kept(load), keeps_input=keeps_mlp_input(load)),
     )
@@ -225,23 +244,11 @@ def mlp_backward(load: Workload) -> int:
         factors = 1 + (adds and load.is_half and not sums_in_place(load))
     else:
         factors = 2 + (not needs_product(load) and (load.is_fused or not adapts(load, LAST)))
-    # Of a last map that DoRA scales both outputs are gone.
+    # Of a last map that DoRA scales both outputs are gone, and the mask of what was dropped before it.
     made = a * N * (shape.width * (1 - 2 * scales(load, LAST)) + factors * shape.mlp_width)
+    made -= 0 if load.settings.liger else masks_kept(load, LAST)
     left = layer_kept(load) - shape.family.norms_after * norm_kept(load, shape.width, num_scales=1)
     return max(left + made, of_experts)
-
-
-@once
-def recomputed_forward(load: Workload) -> int:
-    """Bytes at the end of a layer's recomputation where its weights come from the host: what it keeps, the
-    product that enters its last map, that map's output, and the gradient that comes in.
-
-    torch's own checkpointing stops at the last tensor that is kept.
-    """
-    if not load.settings.weights_offload or load.shape.experts is not None:
-        return 0
-    product = 0 if needs_product(load) else load.shape.mlp_width
-    return layer_kept(load) + load.a * load.N * (product + 2 * load.shape.width)
 
 
 @once
@@ -318,7 +325,7 @@ def layer_forward(load: Workload) -> int:
     shape, N, a = load.shape, load.N, load.a
     if shape.seen is not None:
         return seen_forward(load) + dequantized(load)
-    product = a * N * 3 * shape.mlp_width + _adapted_forward(load)
+    product = a * N * 3 * shape.mlp_width + adapted_forward(load)
     product += scaled_forward(load, *FACTORS)
     factor = 2 * a * N * shape.mlp_width + max(dequantized(load), norms_forward(load, *MLP_NAMES))
     if load.settings.quantize == "8bit" and not packs_itself(load.settings):
@@ -331,17 +338,6 @@ def layer_forward(load: Workload) -> int:
     attention += softmax_forward(load)
     others = max(attention, experts_kept(load) + clamped_forward(load)) + dequantized(load)
     return max(mlp, others)
-
-
-def _adapted_forward(load: Workload) -> int:
-    """The adapter of the MLP's second factor in a pass without gradients: low product and rounded B, or, by
-    PEFT's own way, its scaled product beside the map's."""
-    adapter, a = load.settings.adapter, load.a
-    if adapter is None or not adapts(load, "up_proj", "gate_up_proj"):
-        return 0
-    if adds_in_one_kernel(load):
-        return a * adapter.r * (load.N + load.shape.mlp_width)
-    return a * load.N * load.shape.mlp_width
 
 
 @once

@@ -36,11 +36,23 @@ def kept_by(load: Workload, parts: Sequence[Linear]) -> int:
     assert adapter is not None, "Maps are adapted."
     kept = load.a * load.N * adapter.r * len(parts)
     if adapter.dropout:
-        mask = 1 if load.settings.device == "cuda" else load.a
-        kept += (load.a + mask) * load.N * sum(part.num_inputs for part in parts)
+        kept += load.a * load.N * sum(part.num_inputs for part in parts) + _masks(load, parts)
     if adapter.kind == "dora":
         kept += 2 * load.a * load.N * sum(part.num_outputs for part in parts)
     return kept
+
+
+def masks_kept(load: Workload, *names: str) -> int:
+    """Kept by the adapters of these maps as masks of what was dropped."""
+    adapter = load.settings.adapter
+    if adapter is None or not adapter.dropout:
+        return 0
+    return _masks(load, [part for part in load.shape.adapted(adapter) if part.name in names])
+
+
+def _masks(load: Workload, parts: Sequence[Linear]) -> int:
+    mask = 1 if load.settings.device == "cuda" else load.a
+    return mask * load.N * sum(part.num_inputs for part in parts)
 
 
 def head_adapter(load: Workload) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from memtrain.memory.estimate.activations import (
     needs_product,
     norm_kept,
 )
-from memtrain.memory.estimate.adapters import adapts
+from memtrain.memory.estimate.adapters import adapts, masks_kept
 from memtrain.memory.estimate.offloaded_layers import waiting_storages
 from memtrain.memory.estimate.own_attention import masked_kept
 from memtrain.memory.estimate.positions import positions, positions_and_mask
@@ -118,15 +118,18 @@ def unneeded_norm(load: Workload) -> int:
 def unneeded_in_first(load: Workload) -> int:
     """Bytes that the first layer does not keep, of what layers keep: frozen embeddings need no gradient, nor
     does what comes before its first adapted map."""
-    shape, of_norm = load.shape, unneeded_norm(load)
+    shape, of_first = load.shape, unneeded_norm(load)
     if learns_embeddings(load.settings):
         return 0
     is_plain = shape.seen is None and shape.counts is None and load.settings.quantize != "8bit"
+    if not is_plain:
+        return of_first
+    if adapts(load, *ENTERING):
+        # What is dropped of an input without a gradient needs no mask.
+        return of_first + masks_kept(load, *ENTERING)
     # Norms after the attention and after the MLP; some families have no others.
     num_norms, norms_after = shape.family.num_wide_norms, shape.family.norms_after
-    of_first = 0 if norms_after and num_norms == 2 else of_norm
-    if not is_plain or adapts(load, *ENTERING):
-        return of_first
+    of_norm = norm_kept(load, shape.width, num_scales=1)
     # Experts have their highest moment in a forward pass, to whose end the backbone holds the embeddings.
     before_attention = attention_kept(load) - layer_boundary(load) * (shape.num_expert_layers > 0)
     if adapts(load, "o_proj"):

@@ -15,12 +15,14 @@ from memtrain.memory.estimate.activations import (
     layer_backward,
     layer_boundary,
     layer_kept,
+    layer_parts,
     mlp_output_backward,
     needs_product,
     norm_backward,
     norm_kept,
     scratch_at_peak,
 )
+from memtrain.memory.estimate.adapter_sums import sums_forward
 from memtrain.memory.estimate.adapters import rounded_adapters, without_adapters
 from memtrain.memory.estimate.auxiliary_models import OF_VALUE, value_load, value_model
 from memtrain.memory.estimate.backward_steps import head_step, layer_steps
@@ -278,7 +280,7 @@ def _steps_in_backward(load: Workload, made: GradientBytes, loss: Moment) -> lis
 
 def _in_forward(load: Workload) -> int:
     """Activations in a forward pass: several are on their way where they are offloaded. Where layers keep
-    theirs, experts and DoRA's norms hold more in the last one than is kept."""
+    theirs, experts, DoRA's norms and PEFT's sums hold more in the last one than is kept."""
     if load.settings.offload == "all":
         held = max(layer_kept(load) + 2 * layer_boundary(load), storages_amid(load))
         return held + positions_and_mask(load)
@@ -288,7 +290,7 @@ def _in_forward(load: Workload) -> int:
         return 0
     of_input, of_product = keeps_mlp_input(load), needs_product(load)
     held = experts_forward(load, keeps_input=of_input)
-    held = max(held, liger_forward(load, of_input, of_product))
+    held = max(held, liger_forward(load, of_input, of_product), sums_forward(load, layer_parts(load)))
     scaled = factor_scaled(load, of_product) + 2 * layer_boundary(load)
     masks = own_masks(load)
     # Until the final norm is through: its steps, and the embeddings.

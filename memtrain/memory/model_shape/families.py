@@ -23,6 +23,8 @@ class Family:
     """The norm multiplies by its scale in float32 (others round first)."""
     norms_after: bool = False
     """The MLP's output goes through a norm before it is added."""
+    scales_outputs: bool = False
+    """Outputs of attention and MLP are multiplied by a number before they are added."""
     rotary_in_float: bool = False
     """Tables of rotary positions are float32 whatever the layers are."""
     has_fused: bool = False
@@ -76,7 +78,7 @@ FAMILIES: dict[str, Family] = {
         defaults=_defaults(128256, 2048, 11008, 36, 16, num_key_value_heads=4, tie_word_embeddings=True),
     ),
     "phi3": Family(bias="none", fused=True, sliding="all", defaults=_defaults(32064, 3072, 8192, 32, 32)),
-    "granite": Family(has_fused=True, defaults=_defaults(32000, 4096, 11008, 32, 32)),
+    "granite": Family(has_fused=True, scales_outputs=True, defaults=_defaults(32000, 4096, 11008, 32, 32)),
     "olmo2": Family(
         qk_norm="whole", norms_in_float=True, norms_after=True, rotary_in_float=True, defaults=_OLMO
     ),
