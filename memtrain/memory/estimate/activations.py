@@ -234,7 +234,7 @@ def mlp_backward(load: Workload) -> int:
         of_experts = max(experts_backward(load, layer_kept(load)), clamped)
     if shape.num_expert_layers == shape.num_layers:
         return of_experts + scales_in_float(load, *MLP_NAMES) * 16 * N * widest_mlp(load)
-    if scales_in_float(load, *FACTORS):
+    if scales(load, *FACTORS):
         of_experts = max(magnitudes_backward(load, layer_kept(load), mlp_kept(load)), of_experts)
         if scales(load, *SECOND):
             return of_experts
@@ -355,10 +355,10 @@ def norm_backward(load: Workload) -> int:
 
 
 def _inner_norm_backward(load: Workload) -> int:
-    """The same of a norm in a layer, in half precision: the gradient that comes in and five float32 copies,
-    after which the normalized form that is kept for a trained scale is gone."""
+    """The same of a norm in a layer: the gradient of the residual stream stays besides. In half precision it
+    and five float32 copies, after which the normalized form that is kept for a trained scale is gone."""
     if not load.is_half:
-        return norm_backward(load)
+        return norm_backward(load) + layer_boundary(load)
     normalized = (4 if load.shape.family.norms_in_float else load.a) * load.trains_all
     return load.N * load.shape.width * (load.a + 20 - normalized)
 

@@ -31,19 +31,20 @@ def scales(load: Workload, *names: str) -> bool:
 
 
 def magnitudes_backward(load: Workload, kept: int, by_mlp: int) -> int:
-    """Bytes at the first of the MLP's two adapted factors in half precision: what the last map kept is gone,
-    and so are the factors but for the gate; gradients of both factors and of the residual stream are there,
-    and the output, its gradient and two products in float32.
+    """Bytes at the first of the MLP's two adapted factors: what the last map kept is gone, and so are the
+    factors but for the gate that another map makes; gradients of both factors and of the residual stream are
+    there, and three products, or in half precision the output, its gradient and two products in float32.
 
     At the gate, where it alone is adapted, the other factor's gradient is that of the tokens by then, and the
     gate is gone.
     """
     shape, N, a = load.shape, load.N, load.a  # noqa: N806
     of_last = 2 * shape.width * adapts(load, LAST)
-    left = kept - by_mlp + a * N * (shape.mlp_width + shape.width - of_last)
+    gate = 0 if shape.family.fused else shape.mlp_width
+    left = kept - by_mlp + a * N * (gate + shape.width - of_last)
     if not scales(load, *SECOND):
         left += a * N * (shape.width - 2 * shape.mlp_width)
-    return left + N * (2 * a * shape.mlp_width + 16 * _scaled_width(load))
+    return left + N * (2 * a * shape.mlp_width + (16 if load.is_half else 12) * _scaled_width(load))
 
 
 def last_magnitudes_backward(load: Workload, kept: int) -> int:
@@ -77,11 +78,12 @@ def norms_recomputed(load: Workload, kept: int, keeps_product: bool) -> int:
 @once
 def factor_scaled(load: Workload, keeps_product: bool) -> int:
     """Bytes where the second factor is scaled, beside all that its layer will have kept: the product is not
-    there, and of a packed map the output once more."""
+    there (nor, where one map makes both, the activated gate), and of a packed map the output once more."""
     if not scales(load, *FACTORS):
         return 0
     product = load.a * load.N * load.shape.mlp_width
-    return scaled_forward(load, *FACTORS) + ((load.settings.quantize != "none") - keeps_product) * product
+    later = keeps_product + load.shape.family.fused
+    return scaled_forward(load, *FACTORS) + ((load.settings.quantize != "none") - later) * product
 
 
 def scaled_forward(load: Workload, *names: str) -> int:

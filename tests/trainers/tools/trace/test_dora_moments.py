@@ -84,8 +84,17 @@ def test_a_gate_alone_is_scaled_when_the_other_factor_is_through(width, changes)
     assert error_of(case) == pytest.approx(0.0, abs=0.002)
 
 
-@pytest.mark.parametrize("changes", [{}, EVERY])
-def test_a_map_of_both_factors_is_scaled_in_both_widths(changes):
-    """Phi-3's: 21 % too low by the width of one."""
+@pytest.mark.parametrize("changes", [{}, EVERY, HALF, HALF | EVERY])
+@pytest.mark.parametrize("adapter", [DORA, of("gate_up_proj")])
+def test_a_map_of_both_factors_is_scaled_in_both_widths(adapter, changes):
+    """Phi-3's: 21 % too low in bfloat16 by the width of one, then 3 % too high with a gate of its own; in
+    float32 9 % too low, without three products of them."""
     phi = SMALL | {"model_type": "phi3", "sliding_window": None}
-    assert 0.0 <= error_of(sft(phi, HALF | changes | {"adapter": DORA})) <= 0.03
+    assert error_of(sft(phi, changes | {"adapter": adapter})) == pytest.approx(0.0, abs=0.002)
+
+
+@pytest.mark.parametrize("width", [128, 352])
+def test_a_norm_after_the_mlp_has_the_gradient_of_the_residual_stream_beside(width):
+    """OLMo 2 in float32: 1.7 % too low without it."""
+    olmo = SMALL | {"model_type": "olmo2", "intermediate_size": width}
+    assert error_of(sft(olmo, EVERY | {"adapter": DORA})) == pytest.approx(0.0, abs=0.002)
