@@ -34,7 +34,8 @@ def positions(load: Workload) -> int:
     is_cut = load.settings.slice_tokens and not load.shape.angles_follow_rows
     tokens = min(load.settings.slice_tokens, load.N) if is_cut else load.N
     cosines = 2 * each * tokens * load.shape.head_dim * family.num_rotary
-    if load.settings.attention == MASKED and load.batch.foreign is None:
+    is_whole = load.batch.foreign is None and not load.settings.slice_tokens
+    if load.settings.attention == MASKED and is_whole and load.settings.context_parallel == 1:
         # A byte for each pair of tokens lives as long as the layout of the row.
         return cosines + score_pairs(load)[0]
     if load.settings.attention != FLEX:
