@@ -63,7 +63,7 @@ from memtrain.memory.estimate.streamed_layers import (
     forward_of_layer,
     streamed_backward,
 )
-from memtrain.memory.estimate.teachers import fetched_heads
+from memtrain.memory.estimate.teachers import fetched_heads, taught_moment, taught_states
 from memtrain.memory.estimate.weights_offload import (
     device_bytes,
     staged_here,
@@ -311,21 +311,6 @@ def reference_pass(load: Workload, head: HeadBytes, gathered: ReferenceWeights =
     in_layer, in_head = gathered
     passing = max(forward_of_layer(asked) + in_layer, head.evaluation + in_head)
     return passing + positions_and_mask(load)
-
-
-def taught_states(load: Workload) -> Moment:
-    """The side that the loss compares with, from before the student's pass until the loss."""
-    teacher = load.batch.teacher
-    return {} if teacher is None else {"teacher's pass": teacher.head + teacher.each_scored * load.S}
-
-
-def taught_moment(load: Workload) -> Moment:
-    """A teacher's pass before the student's; nothing where there is none."""
-    teacher = load.batch.teacher
-    if teacher is None:
-        return {}
-    states = teacher.head + teacher.each_scored * load.S
-    return {"teacher's pass": max(teacher.one_pass, teacher.final + states)}
 
 
 def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> list[Moment]:

@@ -95,3 +95,18 @@ def _whole_logits(section: Distill) -> tuple[float, float, float, float]:
     if section.beta in (0, 1):
         return 3 + with_nll, 6 + with_nll, 6 + with_nll, 6
     return 6 + with_nll, 10 + with_nll, 9 + with_nll, 7
+
+
+def taught_states(load: Workload) -> dict[str, int]:
+    """The side that the loss compares with, from before the student's pass until the loss."""
+    teacher = load.batch.teacher
+    return {} if teacher is None else {"teacher's pass": teacher.head + teacher.each_scored * load.S}
+
+
+def taught_moment(load: Workload) -> dict[str, int]:
+    """A teacher's pass before the student's; nothing where there is none."""
+    teacher = load.batch.teacher
+    if teacher is None:
+        return {}
+    states = teacher.head + teacher.each_scored * load.S
+    return {"teacher's pass": max(teacher.one_pass, teacher.final + states)}
