@@ -139,7 +139,8 @@ def experts_forward(load: Workload, *, keeps_input: bool) -> int:
 
     At the clamps the tokens that enter are there in any case; elsewhere, and there as they were before they
     were copied, where they are kept (`keeps_input`: among what is). Where a stack is adapted, the products of
-    weights and adapters are added; outputs and the product that enters the last map come after gate and up.
+    weights and adapters are there before they are summed in place; outputs and the product that enters the
+    last map come after gate and up.
     """
     experts = load.shape.experts
     if experts is None:
@@ -152,21 +153,25 @@ def experts_forward(load: Workload, *, keeps_input: bool) -> int:
     if clamped:
         moments.append(boundary + clamped + copies * (1 - keeps_entering(load)))
     if ranks.get("down_proj", 0):
-        moments.append(plain + 2 * copies)
+        moments.append(plain + copies)
     if ranks.get("gate_up_proj", 0):
         steps = num_steps(load) - 2
-        moments.append(plain + (4 - steps) * product - copies)
+        moments.append(plain + (2 - steps) * product - copies)
     return max(moments)
 
 
 def _weighted(load: Workload, *, keeps_input: bool) -> int:
     """The same where outputs are weighted, in float32 where the router's weights are: in transformers' pass
-    the tokens that entered are there."""
+    the tokens that entered are there, in memtrain's own the sum."""
     experts = load.shape.experts
     assert experts is not None, "Only a mixture weights outputs."
     copies = load.a * load.N * load.shape.width * experts.num_per_token
     wide = 2 if experts.weights_in_float32 and load.is_half and not has_own_pass(load) else 1
-    entered = 0 if has_own_pass(load) else 1 - keeps_entering(load)
+    if has_own_pass(load):
+        # In float32 the residual stream, which the norm keeps itself, stands for the sum.
+        total = copies // experts.num_per_token * load.is_half
+        return _plain_rows(load, keeps_input=keeps_input) + copies + total
+    entered = 1 - keeps_entering(load)
     return _plain_rows(load, keeps_input=keeps_input) + copies * (wide + entered)
 
 

@@ -141,7 +141,8 @@ def _product(self: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tenso
     out_SO = frozen_product(x_SI, matrices_of(self, name), ends_E, inputs_first=self.is_transposed)
     pair: Pair | None = vars(self).get(ADAPTERS, {}).get(name)
     if pair is not None:
-        out_SO = out_SO + low_rank_product(x_SI, pair, ends_E)
+        # No backward pass of a product reads what came out of it.
+        out_SO = out_SO.add_(low_rank_product(x_SI, pair, ends_E))
     bias_EO: Tensor | None = self._parameters.get(f"{name}_bias")
     return out_SO if bias_EO is None else out_SO + bias_EO[expert_S]
 
