@@ -156,7 +156,7 @@ def test_nor_scores_or_norms_after_a_part_before_it(config, changes, names, dtyp
 def test_a_mask_of_all_tokens_lives_with_the_layout_of_the_row(changes):
     """A byte for each pair: 0.7 to 1.1 % too low without."""
     case = sft(LLAMA, changes | {"attention": "masked", "adapter": LORA})
-    assert error_of(case) == pytest.approx(0.0, abs=0.0015)
+    assert error_of(case) == pytest.approx(0.0, abs=0.003)
 
 
 @pytest.mark.parametrize("name", ["streamed, masked attention", "streamed, capped scores"])
