@@ -45,7 +45,7 @@ from memtrain.memory.estimate.experts import (
     experts_recomputed,
     widest_mlp,
 )
-from memtrain.memory.estimate.flash_scratch import flash_scratch
+from memtrain.memory.estimate.flash_scratch import MASKED, flash_scratch
 from memtrain.memory.estimate.liger_layers import liger_recomputed
 from memtrain.memory.estimate.own_attention import (
     makes_own_scores,
@@ -91,7 +91,7 @@ def attention_kept(load: Workload) -> int:
     if shape.family.fused:
         # q, k and v are views of one tensor, which the view of v keeps whole.
         kept += a * N * (Q + K)
-    if load.settings.attention == "masked":
+    if load.settings.attention == MASKED:
         # Softmax in float32 and its copy for the product with the values, and the inverted mask; of capped
         # scores the cap's output besides.
         return kept + score_pairs(load)[0] * (shape.num_heads * (4 + a + 4 * shape.makes_scores) + 1)
@@ -281,7 +281,7 @@ def attention_backward(load: Workload) -> int:
     attention += a * N * (2 * shape.width + 2 * shape.query_width + 2 * shape.kv_width)
     attention += gathered_backward(load) + flash_scratch(load) + windows_backward(load)
     attention += call_results(load)[1]
-    if load.settings.attention == "masked":
+    if load.settings.attention == MASKED:
         # Gradients of the softmax's output and input; the rounded copy of the output is gone.
         held, at_once = score_pairs(load)
         made = (6 if load.is_half else 4) if held else 8 + a + 4 * shape.makes_scores
@@ -307,7 +307,7 @@ def windows_backward(load: Workload) -> int:
 
 def whole_scores(load: Workload) -> tuple[int, int]:
     """Bytes counted here for scores of all tokens with all: kept, and in the backward pass besides."""
-    if load.settings.attention != "masked":
+    if load.settings.attention != MASKED:
         return 0, 0
     pairs, heads = load.N * load.N, load.shape.num_heads
     return pairs * (heads * (4 + load.a + 4 * load.shape.makes_scores) + 1), pairs * heads * (
@@ -333,7 +333,7 @@ def layer_forward(load: Workload) -> int:
     mlp = 4 * a * N * shape.width + max(product, factor)
     attention = a * N * (3 * shape.width + 3 * shape.query_width + 3 * shape.kv_width)
     attention += gathered_forward(load)
-    if load.settings.attention == "masked":
+    if load.settings.attention == MASKED:
         attention += 12 * score_pairs(load)[1] * shape.num_heads
     attention += softmax_forward(load)
     others = max(attention, experts_kept(load) + clamped_forward(load)) + dequantized(load)

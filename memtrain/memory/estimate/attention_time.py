@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memtrain.memory.estimate.flash_scratch import FLEX, HOPPER_FLASH
+from memtrain.memory.estimate.flash_scratch import FLEX, HOPPER_FLASH, MASKED
 from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.hardware.cards import REACHED
 from memtrain.memory.hardware.devices import Hardware
@@ -65,7 +65,7 @@ mean over tokens, Qwen3-0.6B, torch 2.11 (H100 80GB HBM3, benchmarks/gpu_short.s
 OF_FLEX = Pair(0.90, 0.85)
 """Of FlashAttention-2."""
 H100_TFLOPS = 989
-MEMORY_EFFICIENT = ("torch_efficient", "masked")
+MEMORY_EFFICIENT = ("torch_efficient", MASKED)
 """Back ends on torch's memory-efficient kernel."""
 
 
@@ -120,14 +120,14 @@ def _scaled(kernel: Kernel, by: Pair) -> Kernel:
 
 def forward_operations(load: Workload) -> float:
     """Multiplications and additions of a layer's attention in one forward pass: 2*Q*L^2 if it is causal."""
-    factor = 4.0 if load.settings.attention == "masked" else 2.0
+    factor = 4.0 if load.settings.attention == MASKED else 2.0
     return factor * load.shape.query_width * sum_of_squares(load) / load.settings.context_parallel
 
 
 def sum_of_squares(load: Workload) -> float:
     """Sum of the squared lengths that attention works on: a window bounds how far each token looks."""
     batch, settings = load.batch, load.settings
-    if settings.attention == "masked":
+    if settings.attention == MASKED:
         return float(load.N) ** 2
     if not settings.padding_free:
         return float(load.N) * (load.N / batch.rows)

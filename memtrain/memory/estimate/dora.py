@@ -15,7 +15,7 @@ from memtrain.memory.model_shape.shape import MLP_NAMES
 FACTORS = tuple(name for name in MLP_NAMES if name != LAST)
 """Maps to the factors of the MLP's product."""
 SECOND = tuple(name for name in FACTORS if name != "gate_proj")
-"""Those whose gradients come first."""
+"""Maps of these whose gradients come first."""
 
 
 def scales_in_float(load: Workload, *names: str) -> bool:

@@ -22,7 +22,7 @@ SCRATCH = "kernel scratch"
 HOPPER_FLASH = "flash3"
 """The back end whose kernels are for Hopper alone."""
 
-FLEX = "flex"
+FLEX, MASKED = "flex", "masked"
 """The back end whose kernels are compiled from a rule of scores."""
 
 FLASH = ("torch_varlen", "flash", HOPPER_FLASH)

@@ -5,12 +5,10 @@
 from __future__ import annotations
 
 from memtrain.memory.estimate.context_parallel import score_pairs
-from memtrain.memory.estimate.flash_scratch import FLEX
+from memtrain.memory.estimate.flash_scratch import FLEX, MASKED
 from memtrain.memory.estimate.own_attention import own_masks
 from memtrain.memory.estimate.workload import Workload, once
 
-MASKED = "masked"
-"""Back end that keeps every score (trainers/model/attention/masked.py)."""
 MASK_BLOCK = 128
 """Tokens of a block of flex attention's mask."""
 

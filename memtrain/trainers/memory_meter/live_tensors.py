@@ -26,7 +26,7 @@ _WRAPPERS = ("DTensor",)
 """Tensor subclasses that hold other tensors; they unwrap themselves before anything is counted."""
 
 
-class _Living(weakref.ref[UntypedStorage]):
+class Living(weakref.ref[UntypedStorage]):
     """A storage that is counted, not held, and what it was counted as."""
 
     __slots__ = ("key", "num_bytes", "serial")
@@ -46,10 +46,10 @@ class TensorPeak(TorchDispatchMode):
         self.device_type = device_type
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._known: dict[int, _Living] = {}
+        self._known: dict[int, Living] = {}
         me = weakref.ref(self)
 
-        def dead(gone: _Living) -> None:
+        def dead(gone: Living) -> None:
             # Only weak references in here: a cycle would keep tensors alive and spoil the count.
             mode = me()
             if mode is not None:
@@ -68,12 +68,12 @@ class TensorPeak(TorchDispatchMode):
 
     def _note(self, storage: UntypedStorage, num_bytes: int, name: str) -> None:
         """Take a storage into account, until it dies."""
-        living = _Living(storage, self._at_death)
+        living = Living(storage, self._at_death)
         living.key, living.num_bytes = storage._cdata, num_bytes
         living.serial = self._allocated(num_bytes, name)
         self._known[living.key] = living
 
-    def _storage_died(self, gone: _Living) -> None:
+    def _storage_died(self, gone: Living) -> None:
         if self._known.get(gone.key) is gone:
             del self._known[gone.key]
         self._freed(gone.num_bytes, gone.serial)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 
-from memtrain.trainers.memory_meter.live_tensors import TensorPeak
+from memtrain.trainers.memory_meter.live_tensors import Living, TensorPeak
 
 
 class ResizedPeak(TensorPeak):
@@ -56,9 +56,10 @@ class ResizedPeak(TensorPeak):
         else:
             self._freed(-more, 0)
 
-    def _storage_died(self, key: int, gone: weakref.ref[UntypedStorage], num_bytes: int, serial: int) -> None:
-        entry = self._grown.pop(key, None)
-        super()._storage_died(key, gone, num_bytes + (entry[1] if entry is not None else 0), serial)
+    def _storage_died(self, gone: Living) -> None:
+        entry = self._grown.pop(gone.key, None)
+        gone.num_bytes += 0 if entry is None else entry[1]
+        super()._storage_died(gone)
 
 
 def counting_mode(*, in_shards: bool) -> type[TensorPeak]:
