@@ -5,6 +5,7 @@ import gc
 import torch
 
 from memtrain.trainers.memory_meter.live_tensors import Recorder, TensorPeak
+from memtrain.trainers.memory_meter.resized_storages import ResizedPeak
 
 KIB = 1024
 
@@ -91,3 +92,14 @@ def test_counting_keeps_no_tensor_alive():
         assert recorder.live_bytes == 0
     finally:
         gc.enable()
+
+
+def test_the_end_of_a_storage_that_was_resized_is_taken_off_with_what_it_grew_by():
+    """A weak reference's callback that fails is told to nobody: what FSDP2 freed was counted on."""
+    with ResizedPeak() as counted:
+        made = torch.empty(4)
+        made.untyped_storage().resize_(64)
+        assert counted.live_bytes == 64
+        del made
+        assert counted.live_bytes == 0
+    assert counted.peak_bytes == 64
