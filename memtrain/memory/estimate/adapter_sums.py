@@ -73,8 +73,9 @@ def product_from_host(load: Workload, parts: LayerParts) -> int:
 
 
 def _adds_its_own_way(load: Workload) -> bool:
-    adapter = load.settings.adapter
-    is_plain = adapter is not None and adapter.kind != "dora" and load.shape.seen is None
+    """Whether PEFT's layers add products in the MLP; those under Liger are counted in liger_layers.py."""
+    adapter, liger = load.settings.adapter, load.settings.liger
+    is_plain = adapter is not None and adapter.kind != "dora" and load.shape.seen is None and not liger
     return is_plain and adapts(load, *MLP_NAMES) and not adds_in_one_kernel(load) and not load.shape.experts
 
 
@@ -86,7 +87,7 @@ def _product(load: Workload, parts: LayerParts) -> int:
 def _beside(load: Workload, parts: LayerParts) -> int:
     """The input of the MLP where it is not kept, and the residual stream, which a norm in float32 and a fused
     one keep themselves."""
-    is_apart = load.is_half and not load.is_fused and not load.settings.liger
+    is_apart = load.is_half and not load.is_fused
     return load.a * load.N * load.shape.width * (is_apart + 1 - parts.keeps_input)
 
 
