@@ -188,7 +188,7 @@ def layer_backward(load: Workload) -> int:
         norms_recomputed(load, layer_kept(load), needs_product(load)),
         sums_recomputed(load, layer_parts(load)),
         product_from_host(load, layer_parts(load)),
-        layer_kept(load) + liger_recomputed(load, keeps_mlp_input(load), needs_product(load)),
+        liger_recomputed(load, layer_parts(load)),
         experts_recomputed(load, layer_kept(load), keeps_input=keeps_mlp_input(load)),
     )
 

@@ -33,7 +33,7 @@ def sums_recomputed(load: Workload, parts: LayerParts) -> int:
     if not load.settings.checkpoint_every or not _adds_its_own_way(load):
         return 0
     boundary, is_last = load.a * load.N * load.shape.width, adapts(load, LAST)
-    at_last = _product(load, parts) + boundary if is_last else 0
+    at_last = last_product(load, parts) + boundary if is_last else 0
     num_gradients = 1 + is_last + load.shape.family.scales_outputs
     held = parts.kept + boundary * num_gradients + _beside(load, parts)
     return held + max(at_last, _at_factor(load, parts))
@@ -46,7 +46,7 @@ def sums_forward(load: Workload, parts: LayerParts) -> int:
     if not _adds_its_own_way(load):
         return 0
     boundary = load.a * load.N * load.shape.width
-    at_last = _product(load, parts) + 3 * boundary if adapts(load, LAST) else 0
+    at_last = last_product(load, parts) + 3 * boundary if adapts(load, LAST) else 0
     return boundary + _beside(load, parts) + max(at_last, _at_factor(load, parts))
 
 
@@ -69,7 +69,7 @@ def product_from_host(load: Workload, parts: LayerParts) -> int:
     """
     if not load.settings.weights_offload or load.shape.experts is not None:
         return 0
-    return parts.kept + _product(load, parts) + 2 * load.a * load.N * load.shape.width
+    return parts.kept + last_product(load, parts) + 2 * load.a * load.N * load.shape.width
 
 
 def _adds_its_own_way(load: Workload) -> bool:
@@ -79,8 +79,8 @@ def _adds_its_own_way(load: Workload) -> bool:
     return is_plain and adapts(load, *MLP_NAMES) and not adds_in_one_kernel(load) and not load.shape.experts
 
 
-def _product(load: Workload, parts: LayerParts) -> int:
-    """The product that enters the last map, where it is not kept."""
+def last_product(load: Workload, parts: LayerParts) -> int:
+    """Bytes of the product that enters the last map, where it is not kept."""
     return (not parts.keeps_product) * load.a * load.N * load.shape.mlp_width
 
 

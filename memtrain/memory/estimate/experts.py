@@ -166,13 +166,12 @@ def _weighted(load: Workload, *, keeps_input: bool) -> int:
     experts = load.shape.experts
     assert experts is not None, "Only a mixture weights outputs."
     copies = load.a * load.N * load.shape.width * experts.num_per_token
-    wide = 2 if experts.weights_in_float32 and load.is_half and not has_own_pass(load) else 1
+    rows = _plain_rows(load, keeps_input=keeps_input) + copies
     if has_own_pass(load):
         # In float32 the residual stream, which the norm keeps itself, stands for the sum.
-        total = copies // experts.num_per_token * load.is_half
-        return _plain_rows(load, keeps_input=keeps_input) + copies + total
-    entered = 1 - keeps_entering(load)
-    return _plain_rows(load, keeps_input=keeps_input) + copies * (wide + entered)
+        return rows + copies // experts.num_per_token * load.is_half
+    wide = experts.weights_in_float32 and load.is_half
+    return rows + copies * (wide + 1 - keeps_entering(load))
 
 
 def _plain_rows(load: Workload, *, keeps_input: bool) -> int:

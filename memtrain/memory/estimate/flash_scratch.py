@@ -22,8 +22,11 @@ SCRATCH = "kernel scratch"
 HOPPER_FLASH = "flash3"
 """The back end whose kernels are for Hopper alone."""
 
-FLEX, MASKED = "flex", "masked"
+FLEX = "flex"
 """The back end whose kernels are compiled from a rule of scores."""
+
+MASKED = "masked"
+"""The back end that holds every score, and a mask of all pairs of tokens."""
 
 FLASH = ("torch_varlen", "flash", HOPPER_FLASH)
 """Back ends on variable-length flash kernels for CUDA."""

@@ -162,11 +162,11 @@ def _adapters_missing(load: Workload, missing: Sequence[str] | None) -> int:
         return 0
     if load.settings.slice_tokens:
         return 4 * adapter_of_layer(adapter, shape)
+    names = (LAST,) if missing is None else missing
+    maps = (part for part in shape.adapted(adapter) if part.name in names)
+    named = sum(adapter.r * (part.num_inputs + part.num_outputs) for part in maps)
     if missing is not None:
-        maps = (part for part in shape.adapted(adapter) if part.name in missing)
-        return 4 * sum(adapter.r * (part.num_inputs + part.num_outputs) for part in maps)
-    maps = (part for part in shape.adapted(adapter) if part.name == LAST)
-    of_last = sum(adapter.r * (part.num_inputs + part.num_outputs) for part in maps)
+        return 4 * named
     stacks = (stack for stack, _ in shape.stacks if stack.name == LAST)
-    of_last += sum(stack.num_adapter(shape.rank_of(adapter, stack)) for stack in stacks)
-    return max(0, 4 * (adapter_of_layer(adapter, shape) - of_last))
+    named += sum(stack.num_adapter(shape.rank_of(adapter, stack)) for stack in stacks)
+    return max(0, 4 * (adapter_of_layer(adapter, shape) - named))

@@ -11,13 +11,11 @@ from itertools import product
 from memtrain.memory.estimate.activations import (
     after_mlp_backward,
     attention_backward,
-    keeps_mlp_input,
     layer_backward,
     layer_boundary,
     layer_kept,
     layer_parts,
     mlp_output_backward,
-    needs_product,
     norm_backward,
     norm_kept,
     scratch_at_peak,
@@ -288,10 +286,10 @@ def _in_forward(load: Workload) -> int:
         return forward_of_layer(load) + positions_and_mask(load)
     if load.settings.checkpoint_every or load.settings.slice_tokens or load.settings.weights_offload:
         return 0
-    of_input, of_product = keeps_mlp_input(load), needs_product(load)
-    held = experts_forward(load, keeps_input=of_input)
-    held = max(held, liger_forward(load, of_input, of_product), sums_forward(load, layer_parts(load)))
-    scaled = factor_scaled(load, of_product) + 2 * layer_boundary(load)
+    parts = layer_parts(load)
+    held = experts_forward(load, keeps_input=parts.keeps_input)
+    held = max(held, liger_forward(load, parts), sums_forward(load, parts))
+    scaled = factor_scaled(load, parts.keeps_product) + 2 * layer_boundary(load)
     masks = own_masks(load)
     # Until the final norm is through: its steps, and the embeddings.
     norm = 4 * layer_boundary(load) if masks else 0

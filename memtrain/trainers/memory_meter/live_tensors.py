@@ -20,8 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Operator = torch._ops.OpOverload
 _ASK_DEVICE = torch.ops.prim.device.default
-_PLAIN = (Tensor, torch.nn.Parameter)
-"""Types without a device that they stand for: to ask for it costs as much as to count."""
 _WRAPPERS = ("DTensor",)
 """Tensor subclasses that hold other tensors; they unwrap themselves before anything is counted."""
 
@@ -104,12 +102,10 @@ class TensorPeak(TorchDispatchMode):
         kwargs = kwargs or {}
         out = self._run(func, args, kwargs)
         if not _returns_alias(func):
-            made = [out] if isinstance(out, Tensor) else _tensors((out,))
-            if made:
-                held = {t.untyped_storage()._cdata for t in _tensors((*args, *kwargs.values()))}
-                for tensor in made:
-                    if tensor.untyped_storage()._cdata not in held:
-                        self.count(tensor, func.__name__)
+            held = {t.untyped_storage()._cdata for t in _tensors((*args, *kwargs.values()))}
+            for tensor in _tensors((out,)):
+                if tensor.untyped_storage()._cdata not in held:
+                    self.count(tensor, func.__name__)
         self._has_run(func, args, kwargs, out)
         return out
 
@@ -273,8 +269,6 @@ def _device_type(tensor: Tensor) -> str:
 
 
 def _device(tensor: Tensor) -> torch.device:
-    if type(tensor) in _PLAIN:
-        return tensor.device
     fake = getattr(tensor, "fake_device", None)
     return tensor.device if fake is None else fake
 
@@ -289,7 +283,6 @@ def _returns_alias(func: Operator) -> bool:
 
 
 _ALIAS: dict[Operator, bool] = {}
-_SEVERAL = (list, tuple)
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -298,7 +291,7 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, _SEVERAL):
+        elif isinstance(value, list | tuple):
             found += _tensors(value)
     return found
 

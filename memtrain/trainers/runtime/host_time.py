@@ -53,6 +53,8 @@ class HostTime:
         """Watch the enclosed work from `last_part` on if it is the step's turn, until the device has done its
         work."""
         self._steps += 1
+        if self._steps == 1:
+            self._steps_began = time.perf_counter()
         # A mode that sees every operator slows the host: such a step tells nothing of others.
         is_settled = self.is_on and self._is_settled()
         self._is_its_turn = is_settled and _get_current_dispatch_mode() is None
@@ -94,8 +96,6 @@ class HostTime:
 
     def _is_settled(self) -> bool:
         """Whether enough steps were made before this one."""
-        if self._steps == 1:
-            self._steps_began = time.perf_counter()
         if self._steps <= SETTLED_STEPS:
             return False
         return self._is_on_gpu or time.perf_counter() - self._steps_began >= self.settled_cpu_s
