@@ -102,9 +102,8 @@ class TensorPeak(TorchDispatchMode):
         kwargs = kwargs or {}
         out = self._run(func, args, kwargs)
         if not _returns_alias(func):
-            held = {t.untyped_storage()._cdata for t in _tensors((*args, *kwargs.values()))}
-            for tensor in _tensors((out,)):
-                if tensor.untyped_storage()._cdata not in held:
+            for tensor in (out,) if isinstance(out, Tensor) else _tensors((out,)):
+                if not _is_held(tensor, args) and not (kwargs and _is_held(tensor, kwargs.values())):
                     self.count(tensor, func.__name__)
         self._has_run(func, args, kwargs, out)
         return out
@@ -283,6 +282,18 @@ def _returns_alias(func: Operator) -> bool:
 
 
 _ALIAS: dict[Operator, bool] = {}
+
+
+def _is_held(tensor: Tensor, values: Iterable[Any]) -> bool:
+    """Whether `values`, or the lists and tuples among them, have the tensor's storage."""
+    storage = tensor.untyped_storage()._cdata
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.untyped_storage()._cdata == storage:
+                return True
+        elif isinstance(value, list | tuple) and _is_held(tensor, value):
+            return True
+    return False
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

@@ -67,9 +67,10 @@ def test_one_step_is_looked_at_when_the_run_has_settled():
 
 
 def test_a_look_waits_until_it_is_cheap_beside_the_steps_before_it(monkeypatch):
-    """Each step takes a second, and each look at the clock a little: five are over as the sixth begins."""
-    reported, clock = [], count(0.0, 0.001)
-    monkeypatch.setattr(host_time.time, "perf_counter", lambda: next(clock) + step)
+    """A step takes a second by the clock, and ten pass between steps, which are no step's: five seconds of
+    steps are over as the sixth begins."""
+    reported, clock = [], count(0.0, 0.5)
+    monkeypatch.setattr(host_time.time, "perf_counter", lambda: next(clock) + 10 * step)
     watch = on_a_cpu(reported, settled_cpu_s=host_time.SETTLED_CPU_S)
     for step in range(8):
         work(watch, 1)
