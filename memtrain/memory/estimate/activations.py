@@ -39,6 +39,7 @@ from memtrain.memory.estimate.dora import (
     scales_in_float,
 )
 from memtrain.memory.estimate.experts import (
+    at_packed_experts,
     clamped_forward,
     experts_backward,
     experts_kept,
@@ -196,20 +197,20 @@ def layer_backward(load: Workload) -> int:
 def unpacking_backward(load: Workload) -> int:
     """Bytes at the MLP's packed maps in a layer's backward pass; 0 where weights are not packed.
 
-    At the last map: everything kept, the gradients that come in, and the map as it is unpacked, or unpacked
-    beside the gradient that it makes; those of the MLP's factors are not there yet. At the maps before it
-    what the MLP kept is gone, and these are.
+    At the last map: everything kept (of a mixture its outputs make room for their gradient), the gradient
+    that comes in, and the map as it is unpacked, or unpacked beside the gradient that it makes; those of the
+    MLP's factors are not there yet. At the maps before it what the MLP kept is gone, and these are.
     """
     if load.settings.quantize == "none":
         return 0
     shape, N, a = load.shape, load.N, load.a
     k, width = shape.experts.num_per_token if shape.experts else 0, widest_mlp(load)
-    coming = a * N * shape.width * (1 + k)
+    coming = a * N * shape.width
     last, largest = (unpacked(shape, a, load.settings, last=one) for one in (True, False))
     at_last = layer_kept(load) + max(last.most, last.whole + a * N * width)
     made = a * N * shape.width * max(1, k)
     before = layer_kept(load) - mlp_kept(load) + 2 * a * N * width + max(largest.most, largest.whole + made)
-    return coming + max(at_last, before)
+    return coming + max(at_last, before + at_packed_experts(load))
 
 
 @once

@@ -5,6 +5,7 @@ Source and letters: as in activations.py.
 
 from __future__ import annotations
 
+from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.workload import Workload, once
 
 PIECES, LEAST_PIECE = 16, 64
@@ -117,6 +118,20 @@ def experts_backward(
         left + (3 - of_down) * product + after,
         left - num_steps(load) * product + entering + after + up + max(2 * product, widens * up),
     )
+
+
+def at_packed_experts(load: Workload) -> int:
+    """Bytes beside the factors' gradients at a mixture's packed first maps in a backward pass: tokens that
+    enter, for each of their experts, and of adapters the gradient of their second factors, in float32.
+
+    Source: seen in traces of Qwen3-MoE and Mixtral shapes.
+    """
+    shape, ranks = load.shape, stack_ranks(load)
+    if shape.experts is None:
+        return 0
+    firsts = (stack for stack, _ in shape.stacks if stack.name != LAST)
+    factors = max((ranks.get(one.name, 0) * one.num_experts * one.num_rows for one in firsts), default=0)
+    return load.a * load.N * shape.experts.num_per_token * shape.width + 4 * factors
 
 
 def experts_recomputed(load: Workload, kept: int, *, keeps_input: bool) -> int:

@@ -1,8 +1,11 @@
 """The arithmetic of adapted models with experts, at moments of forward passes, against traces."""
 
+from dataclasses import replace
+
 import pytest
 from trace_cases import EVERY, EXPERTS, HALF, LORA, MIXTRAL, OF_STACKS, SMALL, sft
 
+from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.tools.trace.trace import trace
 
@@ -49,3 +52,21 @@ def test_the_first_layer_of_a_mixture_keeps_no_attention_before_its_first_adapte
     """6 to 16 % too high with it, of two layers."""
     case = sft(config, {"adapter": adapter, "dtype": dtype})
     assert -0.005 <= error_of(case) <= 0.03
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantize", ["4bit", "8bit"])
+@pytest.mark.parametrize("config", [QWEN_MOE, MIXTRAL])
+def test_outputs_make_room_for_their_gradient_before_packed_experts_are_unpacked(config, quantize, dtype):
+    """4 to 5 % too high with both (128 experts of 768 under 8,192 tokens: 5.5 to 6.6)."""
+    case = sft(config, EVERY | {"adapter": LORA, "dtype": dtype, "quantize": quantize})
+    assert -0.006 <= error_of(case) <= 0.016
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantize", ["4bit", "8bit"])
+def test_gradients_of_adapters_lie_beside_experts_that_are_unpacked(quantize, dtype):
+    """Where rows are few and ranks not small beside the experts: 2.7 to 2.9 % too low without."""
+    case = sft(QWEN_MOE, EVERY | {"adapter": LORA, "dtype": dtype, "quantize": quantize})
+    short = HeaviestBatch(rows=1, tokens=64, scored_tokens=64, longest=64)
+    assert -0.013 <= error_of(replace(case, batch=short)) <= 0.003
