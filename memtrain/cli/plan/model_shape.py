@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from typing import Any, Literal
 
 from memtrain.errors import LaunchError
+from memtrain.memory.model_shape.families import PASSED
 from memtrain.memory.model_shape.seen_layers import NOT_SEEN, SeenLayers
 from memtrain.memory.model_shape.shape import ModelShape, has_formula, shape_of
 from memtrain.memory.plan.settings import Settings
@@ -29,7 +30,8 @@ def shape_for(config: Mapping[str, Any], where: str = "", head: Literal["lm", "s
 def layers_seer(config: Mapping[str, Any], shape: ModelShape) -> Callable[[Settings], ModelShape] | None:
     """Function that finds the activations of layers that no formula knows; None where formulas know them, or
     this machine cannot build the model."""
-    if not shape.own_layers or shape.counts is None:
+    is_passed = shape.own_layers or shape.model_type in PASSED
+    if not is_passed or shape.counts is None:
         return None
     return partial(_with_seen_layers, dict(config), shape)
 
@@ -38,7 +40,12 @@ def _with_seen_layers(config: dict[str, Any], shape: ModelShape, settings: Setti
     if shape.model_type in NOT_SEEN:
         return replace(shape, unseen=NOT_SEEN[shape.model_type])
     found = _passed(layers_job(config, settings).model_dump_json())
-    return replace(shape, unseen=found) if isinstance(found, str) else replace(shape, seen=found)
+    return replace(shape, unseen=found) if isinstance(found, str) else passed_shape(shape, found)
+
+
+def passed_shape(shape: ModelShape, seen: SeenLayers) -> ModelShape:
+    """A counted shape with the activations of its layers, and its family's norms."""
+    return replace(shape, seen=seen, family=PASSED.get(shape.model_type, shape.family))
 
 
 @lru_cache(maxsize=16)

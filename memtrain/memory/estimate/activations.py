@@ -67,10 +67,10 @@ def norm_kept(load: Workload, width: int, *, num_scales: int) -> int:
 
     4*N*width for the float32 copy (in float32 the input itself), its normalized form where the scale is
     trained, and 4*N for each root mean square. Fused kernels and Liger's keep the input as it came, and the
-    latter.
+    latter; layer norms besides a mean.
     """
-    if load.settings.liger or load.is_fused:
-        return load.a * load.N * width + 4 * load.N * num_scales
+    if load.settings.liger or load.is_fused or load.shape.family.layer_norms:
+        return load.a * load.N * width + 4 * load.N * num_scales * (1 + load.shape.family.layer_norms)
     normalized = 0
     if load.trains_all:
         normalized = 4 if load.shape.family.norms_in_float else load.a
@@ -145,8 +145,11 @@ def keeps_attention_input(load: Workload) -> bool:
 def keeps_its_input(load: Workload) -> bool:
     """Whether a layer's input itself is among what it keeps.
 
-    The first norm keeps it in float32 and in a fused kernel; without a norm before, the first maps do.
+    The first norm keeps it in float32 and in a fused kernel; without a norm before, the first maps do. Passes
+    through a layer count what it makes alone.
     """
+    if load.shape.seen is not None:
+        return False
     family = load.shape.family
     if family.norms_after and family.num_wide_norms == 2:
         return keeps_attention_input(load)
@@ -348,7 +351,8 @@ def norm_backward(load: Workload) -> int:
     In float32 two of the copies are the tensors themselves. In one kernel: the gradients of the picked rows,
     of its output and of its input.
     """
-    if load.settings.liger or (load.is_fused and load.settings.device == "cuda"):
+    in_one_kernel = load.settings.liger or (load.is_fused and load.settings.device == "cuda")
+    if in_one_kernel or load.shape.family.layer_norms:
         return 3 * load.a * load.N * load.shape.width
     copies = 12 if load.is_half else 4
     others = 3 if load.trains_all or load.is_fused else 4

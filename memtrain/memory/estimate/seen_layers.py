@@ -26,7 +26,16 @@ def seen_gradients(load: Workload) -> int:
     """Bytes of the gradients of the last layer's weights at its highest moment, where there were none before;
     0 of layers that formulas know."""
     seen = load.shape.seen
-    return 0 if seen is None else seen.kinds[seen.order[-1]].gradients
+    if seen is None:
+        return 0
+    last = seen.kinds[seen.order[-1]]
+    return last.recomputed_gradients if is_recomputed(load, len(seen.order) - 1) else last.gradients
+
+
+def is_recomputed(load: Workload, at: int) -> bool:
+    """Whether a layer is computed again in its backward pass."""
+    every = load.settings.checkpoint_every
+    return bool(every) and at % every == 0
 
 
 @once
@@ -39,20 +48,21 @@ def seen_forward(load: Workload) -> int:
 def seen_at_work(load: Workload) -> int:
     """Share of all that layers keep that is gone, or counted by `seen_backward`, in the turn that needs most.
 
-    A layer's turn holds what the layers before it keep, and in float32 its input, which its own norm is the
-    first to keep.
+    A layer's turn holds what the layers before it keep, and its input where its own norm is the first to keep
+    it: in float32, and a layer norm.
     """
     kept, backward = seen_kept(load), _of_each(load)
     before = accumulate(kept, initial=0)
     highest = max(held + at_once for held, at_once in zip(before, backward, strict=False))
-    entered = load.a * load.N * load.shape.width * (not load.is_half)
-    return sum(kept) + seen_backward(load) - highest - entered
+    keeps_input = not load.is_half or load.shape.family.layer_norms
+    return sum(kept) + seen_backward(load) - highest - load.a * load.N * load.shape.width * keeps_input
 
 
 def _of_each(load: Workload) -> list[int]:
     seen = _seen(load)
-    of_kinds = [_bytes(load, kind.backward) for kind in seen.kinds]
-    return [of_kinds[kind] for kind in seen.order]
+    plain = [_bytes(load, kind.backward) for kind in seen.kinds]
+    again = [_bytes(load, kind.recomputed) for kind in seen.kinds]
+    return [(again if is_recomputed(load, at) else plain)[kind] for at, kind in enumerate(seen.order)]
 
 
 def _bytes(load: Workload, growth: Growth) -> int:

@@ -11,7 +11,10 @@ PACKAGES = "flash-linear-attention, mamba-ssm and causal-conv1d"
 def activations_words(shape: ModelShape) -> str:
     """Source of the activations of such layers, in a sentence or two; empty where a model has none."""
     if not shape.own_layers:
-        return ""
+        like_a_llama = "They are counted like those of a Llama of its sizes."
+        return f"The activations of its layers are not known: {shape.unseen}. {like_a_llama}" * bool(
+            shape.unseen
+        )
     layers = f"The activations of its layers ({', '.join(shape.own_layers)})"
     if shape.seen is not None:
         return (

@@ -29,12 +29,16 @@ class SeenLayer(Section):
     kept: Growth
     """Bytes from its forward to its backward pass."""
     backward: Growth
-    """Peak of its backward pass and of the pass that computes it again, with all that the layer kept;
-    gradients of its weights aside."""
+    """Peak of its passes, with all that the layer kept; gradients of its weights aside."""
     gradients: int
     """Bytes of these at that moment, as they come where there were none."""
     forward: Growth
     """Peak of a pass without gradients, with the embeddings and the residual stream."""
+    recomputed: Growth
+    """Peak of its backward pass where it is computed again in it, with the gradient that comes in; its input
+    and gradients of its weights aside."""
+    recomputed_gradients: int
+    """Bytes of these at that moment."""
 
 
 class SeenLayers(Section):

@@ -22,6 +22,7 @@ from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.model.heads.backbone import backbone_of, base_model
 from memtrain.trainers.model.loading.locate import make_config
 from memtrain.trainers.model.loading.module_shapes import decoder_layers
+from memtrain.trainers.model.offload.checkpointing import checkpoint_layers
 from memtrain.trainers.tools.trace.fake_model import bare_model, fakeify
 from memtrain.trainers.tools.trace.operator_rules import RULES, kernel_scratch, with_operator_rules
 from memtrain.trainers.tools.trace.steps import own_gradients
@@ -71,6 +72,8 @@ class Seen(NamedTuple):
     backward: int
     gradients: int
     forward: int
+    recomputed: int
+    recomputed_gradients: int
 
 
 def see_layers(config: Mapping[str, Any], settings: Settings) -> SeenLayers:
@@ -88,6 +91,8 @@ def see_layers(config: Mapping[str, Any], settings: Settings) -> SeenLayers:
             backward=_growth(piece, [one[at].backward for one in passes]),
             gradients=max(one[at].gradients for one in passes),
             forward=_growth(piece, [one[at].forward for one in passes]),
+            recomputed=_growth(piece, [one[at].recomputed for one in passes]),
+            recomputed_gradients=max(one[at].recomputed_gradients for one in passes),
         )
         for at in firsts
     )
@@ -143,27 +148,45 @@ def _seen(config: Mapping[str, Any], settings: Settings, depth: int, length: int
             with torch.no_grad():
                 bare = _passed(base, ids_1T, recorder)
             trained = _passed(base, ids_1T, recorder)
+            # A gradient that is added to one would be there twice.
+            model.zero_grad()
+            checkpoint_layers(base, 1)
+            again = _passed(base, ids_1T, recorder)
         changes = _changes_of_layers(recorder)
-    return [_of_layer(changes, begun, bare, trained, at) for at in range(depth)]
+    return [_of_layer(changes, begun, (bare, trained, again), at) for at in range(depth)]
 
 
-def _of_layer(changes: Sequence[Change], begun: int, bare: Marks, trained: Marks, at: int) -> Seen:
+def _of_layer(changes: Sequence[Change], begun: int, passes: tuple[Marks, Marks, Marks], at: int) -> Seen:
     """The bytes of a layer: in its own passes, of what came since it began.
 
     What was there before is the layers' before it, or everyone's: positions, and the layer's input.
     """
+    bare, trained, again = passes
     here, after = trained.forward[at], trained.forward[at + 1]
     start, end = trained.backward[at + 1], trained.backward[at] + 1
     own = _live(changes, range(here, len(changes)))
     whole = _live(changes, range(here, len(changes)), gradients=range(start, end))
     highest = max(*range(here, after + 1), *range(start, end), key=own.__getitem__)
     forward = _live(changes, range(begun, len(changes)))[bare.forward[at] : bare.forward[at + 1] + 1]
+    recomputed, recomputed_gradients = _recomputed(changes, again, at)
     return Seen(
         kept=_live(changes, range(here, after))[trained.done],
         backward=own[highest],
         gradients=whole[highest] - own[highest],
         forward=max(forward),
+        recomputed=recomputed,
+        recomputed_gradients=recomputed_gradients,
     )
+
+
+def _recomputed(changes: Sequence[Change], again: Marks, at: int) -> tuple[int, int]:
+    """(most that a layer holds when it is computed again, of what came since the backward pass began, its
+    weights' gradients at that moment)."""
+    turn = range(again.backward[at + 1], again.backward[at] + 1)
+    own = _live(changes, range(again.done, len(changes)))
+    whole = _live(changes, range(again.done, len(changes)), gradients=turn)
+    highest = max(turn, key=own.__getitem__)
+    return own[highest], whole[highest] - own[highest]
 
 
 def _changes_of_layers(recorder: Recorder) -> list[Change]:

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 from trace_cases import EXPERTS, HALF, LORA, PADDED, SMALL, sft
 
+from memtrain.cli.plan.model_shape import layers_seer, passed_shape, shape_for
 from memtrain.memory.estimate.activations import layer_kept
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.explain.own_layers import activations_words
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.trainers.model.loading.module_shapes import counted_shape
 from memtrain.trainers.tools.trace import seen_layers as passes
@@ -44,9 +46,11 @@ FAMILIES = {
     # As transformers saves it: numbers of experts that no layer has.
     | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688},
     "minimax": OF_EXPERTS | IN_TURN | {"block_size": 64},
+    "gpt_neox": {"intermediate_size": 512},
+    "stablelm": {"partial_rotary_factor": 0.25},
     "recurrent_gemma": {"lru_width": 128, "block_types": ["recurrent", "attention"]},
 }
-QUICK = ("qwen3_5_text", "lfm2", "nemotron_h")
+QUICK = ("qwen3_5_text", "lfm2", "nemotron_h", "gpt_neox", "stablelm")
 NO_ADAPTER = ("falcon_h1", "nemotron_h")
 """Of which PEFT adapts no `out_proj`."""
 LONG = HeaviestBatch(rows=2, tokens=1024, scored_tokens=1024, longest=512)
@@ -57,6 +61,7 @@ FORMS = {
     "LoRA": {"adapter": LORA},
     "LoRA, checkpointed": {"adapter": LORA, "checkpoint_every": 1},
     "in float32": {"dtype": "float32"},
+    "LoRA in float32, checkpointed": {"adapter": LORA, "dtype": "float32", "checkpoint_every": 1},
 }
 
 
@@ -72,16 +77,17 @@ def cases():
     for family in FAMILIES:
         for form in FORMS:
             is_quick = family in QUICK and form in ("whole", "LoRA, checkpointed")
+            is_quick |= family == "gpt_neox" and "LoRA in" in form
             if not (family in NO_ADAPTER and "adapter" in FORMS[form]):
                 yield pytest.param(family, FORMS[form], marks=() if is_quick else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("family", "changes"), cases())
 def test_the_arithmetic_by_seen_layers_follows_the_trace(family, changes):
-    """It told 38 to 89 % too little of these by the formulas of a Llama. It may tell a little too much."""
+    """It told 38 to 89 % too little of these by the formulas of a Llama, and of GPT-NeoX 27 to 47 % too much.
+    It may tell a little too much."""
     case = case_of(family, changes)
-    shape = counted_shape(case.config)
-    shape = replace(shape, seen=see_layers(case.config, case.settings))
+    shape = passed_shape(counted_shape(case.config), see_layers(case.config, case.settings))
     reported = estimate(case.settings, shape, LONG, accumulates=False)
     found = trace(case.job).recorder.peak_bytes
     assert -0.02 < reported.peak.num_bytes / found - 1 < 0.03
@@ -118,27 +124,41 @@ def test_layers_bytes_are_read_off_the_changes_of_their_passes():
     forward pass. In the backward pass they hold 40 and 7 more, and gradients of their weights of 3 and 2."""
     sizes = {"in": 4, "a": 10, "b": 6, "c": 20, "out": 5, "back": 40, "late": 3, "again": 7, "first": 2}
     order = ["in", "a", "b", "c", "out", "-out", "late", "back", "-back", "-c", "first", "again", "-again"]
+    # Computed again the second holds 8 with a gradient of 3, and the first 9 with what came in, 2.
+    sizes |= {"enters": 8, "its own": 3, "comes in": 2, "made": 9}
+    order += ["its own", "enters", "-enters", "comes in", "made"]
     serials = {name: number for number, name in enumerate(sizes)}
     changes = [
         passes.Change(
             serials[name.lstrip("-")],
             -sizes[name[1:]] if name[0] == "-" else sizes[name],
-            name.lstrip("-") in ("late", "first"),
+            name.lstrip("-") in ("late", "first", "its own"),
         )
         for name in order
     ]
     bare = passes.Marks([0, 1, 2], {})
     trained = passes.Marks([1, 3, 5], {2: 6, 1: 10, 0: 13}, done=6)
-    first, second = (passes._of_layer(changes, 0, bare, trained, at) for at in (0, 1))
+    again = passes.Marks([], {2: 13, 1: 16, 0: 18}, done=13)
+    first, second = (passes._of_layer(changes, 0, (bare, trained, again), at) for at in (0, 1))
     # In the first layer's turn its own 10, what it gave to the second, and 7 more.
-    assert first == Seen(kept=16, backward=23, gradients=2, forward=4)
-    assert second == Seen(kept=20, backward=60, gradients=3, forward=14)
+    assert first == Seen(16, backward=23, gradients=2, forward=4, recomputed=11, recomputed_gradients=0)
+    assert second == Seen(20, backward=60, gradients=3, forward=14, recomputed=8, recomputed_gradients=3)
 
 
 def test_pieces_are_those_of_the_configuration():
     assert piece_of(config_of("falcon_h1")) == 256
     assert piece_of(config_of("qwen3_5_text")) == 64
     assert piece_of(config_of("recurrent_gemma")) == 16
+
+
+def test_models_whose_layers_are_unlike_a_llamas_are_passed_before_they_are_planned():
+    """By a Llama's formulas GPT-NeoX was up to 47 % too high, and StableLM from 4 too low to 23 too high."""
+    for family, is_passed in {"gpt_neox": True, "stablelm": True, "lfm2": True, "llama": False}.items():
+        config = SMALL | {"model_type": family} | FAMILIES.get(family, {})
+        assert (layers_seer(config, shape_for(config)) is not None) == is_passed
+    unseen = replace(shape_for(SMALL | {"model_type": "stablelm"}), unseen="it cannot be built")
+    assert "it cannot be built. They are counted like those of a Llama" in activations_words(unseen)
+    assert not unseen.is_floor
 
 
 @pytest.mark.slow
