@@ -46,9 +46,13 @@ from memtrain.memory.estimate.experts import (
     experts_recomputed,
     widest_mlp,
 )
-from memtrain.memory.estimate.flash_scratch import MASKED, flash_scratch
+from memtrain.memory.estimate.flash_scratch import MASKED, flash_scratch, windows_backward
 from memtrain.memory.estimate.liger_layers import liger_recomputed
 from memtrain.memory.estimate.own_attention import (
+    dropped_backward,
+    dropped_forward,
+    dropped_kept,
+    drops_in_steps,
     makes_own_scores,
     own_kept,
     softmax_backward,
@@ -85,11 +89,12 @@ def attention_kept(load: Workload) -> int:
     """
     shape, N, a = load.shape, load.N, load.a
     Q, K = shape.query_width, shape.kv_width  # noqa: N806
-    kept = a * N * (Q + 2 * K) + a * N * Q + ulysses_kept(load)
+    kept = a * N * Q + ulysses_kept(load)
+    kept += dropped_kept(load) if drops_in_steps(load) else a * N * (Q + 2 * K)
     if shape.family.qk_norm != "none":
         scales = shape.num_heads + shape.num_kv_heads if shape.family.qk_norm == "head" else 2
         kept += norm_kept(load, Q + K, num_scales=scales)
-    if shape.family.fused:
+    if shape.family.fused and not drops_in_steps(load):
         # q, k and v are views of one tensor, which the view of v keeps whole.
         kept += a * N * (Q + K)
     if load.settings.attention == MASKED:
@@ -290,33 +295,26 @@ def attention_backward(load: Workload) -> int:
         held, at_once = score_pairs(load)
         made = (6 if load.is_half else 4) if held else 8 + a + 4 * shape.makes_scores
         attention += at_once * shape.num_heads * made
+    before_mlp = kept_to_attention(load) + a * N * shape.width
     if makes_own_scores(load):
-        beside = of_norm + a * N * shape.width * (1 + keeps_attention_input(load))
-        attention = softmax_backward(load, attention_kept(load) + beside)
+        attention = softmax_backward(load, before_mlp)
+    elif drops_in_steps(load):
+        attention = max(dropped_backward(load, before_mlp), before_mlp + dropped_forward(load))
     return max(attention, query_norm_backward(load, of_norm))
 
 
-@once
-def windows_backward(load: Workload) -> int:
-    """Copies and gradients of the rows that look past their block of a sliding window, at most all.
+def kept_to_attention(load: Workload) -> int:
+    """Bytes that a layer keeps up to its attention's output."""
+    entering = keeps_attention_input(load) * load.a * load.N * load.shape.width
+    return norm_kept(load, load.shape.width, num_scales=1) + entering + attention_kept(load)
 
-    Of query, output and its gradient, key and value; gradients of query, key and value.
-    Source: trainers/model/attention/windows.py.
-    """
-    shape, window = load.shape, load.shape.sliding_window
-    if window is None or window >= load.batch.longest or load.settings.attention == "transformers":
+
+def last_drops_forward(load: Workload) -> int:
+    """Bytes beside all that layers keep as the last one drops scores in steps; 0 where none does so."""
+    dropping = dropped_forward(load)
+    if not dropping or load.shape.seen is not None:
         return 0
-    return load.a * load.N * (4 * shape.query_width + 4 * shape.kv_width)
-
-
-def whole_scores(load: Workload) -> tuple[int, int]:
-    """Bytes counted here for scores of all tokens with all: kept, and in the backward pass besides."""
-    if load.settings.attention != MASKED:
-        return 0, 0
-    pairs, heads = load.N * load.N, load.shape.num_heads
-    return pairs * (heads * (4 + load.a + 4 * load.shape.makes_scores) + 1), pairs * heads * (
-        6 if load.is_half else 4
-    )
+    return kept_to_attention(load) - layer_kept(load) + dropping + 2 * layer_boundary(load)
 
 
 @once

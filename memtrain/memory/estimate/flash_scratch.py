@@ -141,3 +141,16 @@ def num_segments(load: Workload, tokens: int) -> int:
     if window is not None and window < load.batch.longest:
         count += tokens // window
     return min(count, tokens)
+
+
+@once
+def windows_backward(load: Workload) -> int:
+    """Copies and gradients of the rows that look past their block of a sliding window, at most all.
+
+    Of query, output and its gradient, key and value; gradients of query, key and value.
+    Source: trainers/model/attention/windows.py.
+    """
+    shape, window = load.shape, load.shape.sliding_window
+    if window is None or window >= load.batch.longest or load.settings.attention == "transformers":
+        return 0
+    return load.a * load.N * (4 * shape.query_width + 4 * shape.kv_width)

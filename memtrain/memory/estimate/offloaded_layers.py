@@ -10,12 +10,16 @@ from memtrain.memory.estimate.activations import (
     layer_backward,
     layer_kept,
     needs_product,
-    whole_scores,
 )
 from memtrain.memory.estimate.adapters import adds_in_one_kernel
 from memtrain.memory.estimate.experts import widest_mlp
 from memtrain.memory.estimate.flash_scratch import flash_scratch
-from memtrain.memory.estimate.own_attention import hides_by_mask, makes_own_scores
+from memtrain.memory.estimate.own_attention import (
+    drops_in_steps,
+    hides_by_mask,
+    makes_own_scores,
+    whole_scores,
+)
 from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import ENTERING, MLP_NAMES
 
@@ -63,8 +67,8 @@ def _beside_by_liger(load: Workload, num_before_mlp: int) -> int:
 def _is_plain(load: Workload) -> bool:
     family = load.shape.family
     is_plain = family.num_wide_norms == 2 and not family.norms_after and not family.fused
-    has_scores = whole_scores(load)[0] > 0 or makes_own_scores(load) or hides_by_mask(load)
-    return is_plain and not (has_scores or load.shape.num_expert_layers)
+    has_scores = whole_scores(load)[0] > 0 or makes_own_scores(load) or drops_in_steps(load)
+    return is_plain and not (has_scores or hides_by_mask(load) or load.shape.num_expert_layers)
 
 
 def _by_size(load: Workload) -> tuple[list[int], int]:

@@ -11,6 +11,7 @@ from itertools import product
 from memtrain.memory.estimate.activations import (
     after_mlp_backward,
     attention_backward,
+    last_drops_forward,
     layer_backward,
     layer_boundary,
     layer_kept,
@@ -34,7 +35,7 @@ from memtrain.memory.estimate.kept import kept, kept_bytes, unneeded_norm
 from memtrain.memory.estimate.liger_layers import liger_forward
 from memtrain.memory.estimate.offloaded_layers import offloaded_backward, storages_amid
 from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
-from memtrain.memory.estimate.own_attention import own_masks
+from memtrain.memory.estimate.own_attention import final_norm_forward, own_masks
 from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.query_norms import query_norm_backward
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
@@ -288,11 +289,10 @@ def _in_forward(load: Workload) -> int:
         return 0
     parts = layer_parts(load)
     held = experts_forward(load, keeps_input=parts.keeps_input)
-    held = max(held, liger_forward(load, parts), sums_forward(load, parts))
+    held = max(held, liger_forward(load, parts), sums_forward(load, parts), last_drops_forward(load))
     scaled = factor_scaled(load, parts.keeps_product) + 2 * layer_boundary(load)
     masks = own_masks(load)
-    # Until the final norm is through: its steps, and the embeddings.
-    norm = 4 * layer_boundary(load) if masks else 0
+    norm = final_norm_forward(load) if masks else 0
     return kept(load).at_loss + masks + max(held, norms_forward(load, *MLP_NAMES), scaled, norm)
 
 

@@ -18,13 +18,12 @@ from memtrain.memory.estimate.activations import (
     needs_product,
     norm_kept,
     unpacking_backward,
-    whole_scores,
-    windows_backward,
 )
 from memtrain.memory.estimate.adapters import adapts, adds_in_one_kernel, kept_by
 from memtrain.memory.estimate.context_parallel import num_gathered_kv
 from memtrain.memory.estimate.experts import experts_backward, experts_forward, stack_gradients
-from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch
+from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch, windows_backward
+from memtrain.memory.estimate.own_attention import whole_scores
 from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.weights_offload import adapter_of_layer
 from memtrain.memory.estimate.workload import HeaviestBatch, Workload, once

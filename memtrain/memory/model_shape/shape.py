@@ -66,7 +66,9 @@ class ModelShape:
     note: str
     """Doubts about these numbers; empty when there are none."""
     makes_scores: bool = False
-    """Attention keeps its scores: they are capped or dropped, or the class has no fused form."""
+    """Attention keeps its scores: they are capped, or the class has no fused form."""
+    drops_scores: bool = False
+    """Scores are dropped at random, which torch's fused attention does on GPUs alone."""
     hidden_dropout: bool = False
     """Numbers are dropped between layers."""
     counts: Counts | None = None
@@ -386,8 +388,8 @@ def shape_of(
         num_sliding_layers=num_sliding,
         logit_softcap=bool(known.get("final_logit_softcapping")),
         note=note,
-        makes_scores=any(known.get(key) for key in ("attn_logit_softcapping", "attention_dropout"))
-        or (counts is not None and counts.is_eager),
+        makes_scores=bool(known.get("attn_logit_softcapping")) or (counts is not None and counts.is_eager),
+        drops_scores=bool(known.get("attention_dropout")),
         hidden_dropout=bool(known.get("hidden_dropout")),
         counts=counts,
         angles_follow_rows=any(rule.kind in ROTARY for rule in length_rules(known)),

@@ -227,6 +227,7 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
         # Weights are packed before anything is counted.
         undo.append(_replaced(nf4, "_packed_by_kernel", nf4.packed))
         undo.append(_replaced(torch.nn.functional, "dropout", _fused_dropout))
+        undo.append(_replaced(torch.nn.functional, "scaled_dot_product_attention", _drops_inside))
     try:
         yield
     finally:
@@ -280,6 +281,18 @@ def _norm_kernels(
 def _fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """CUDA's kernel keeps a mask of bytes; a CPU keeps one of numbers."""
     return torch.native_dropout(input, p, training)[0] if training and p else input
+
+
+_sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+def _drops_inside(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
+    """CUDA's fused attention drops scores as it makes them, and keeps a seed; a CPU's takes none to drop.
+
+    Source: torch 2.13, native/transformers/cuda/sdp_utils.cpp: neither kernel's list of constraints has
+    dropout.
+    """
+    return _sdpa(*args, **kwargs)
 
 
 def _replaced(module: Any, name: str, value: Any) -> Callable[[], None]:
