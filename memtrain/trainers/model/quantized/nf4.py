@@ -155,7 +155,7 @@ def dynamic_numbers(device: torch.device) -> Tensor:
 def _dynamic() -> tuple[float, ...]:
     found = [0.0, 1.0]
     for exponent in range(7):
-        edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32, device="cpu")
         means = (edges[:-1] + edges[1:]) / 2.0
         found += (10 ** (exponent - 6) * means).tolist() + (-(10 ** (exponent - 6)) * means).tolist()
     return tuple(sorted(found))

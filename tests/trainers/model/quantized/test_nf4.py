@@ -62,3 +62,10 @@ def test_int8_rows_are_within_half_a_step() -> None:
     packed = int8.pack(given)
     step = given.abs().amax(-1, keepdim=True) / 127
     assert ((int8.unpack(packed, torch.float32) - given).abs() <= step * 0.5001).all()
+
+
+def test_the_table_of_scales_is_made_while_a_model_without_data_is() -> None:
+    """A trace of QDoRA for a CPU ended with "Cannot copy out of meta tensor"."""
+    nf4._dynamic.cache_clear()
+    with torch.device("meta"):
+        assert len(nf4._dynamic()) == 256
