@@ -300,6 +300,7 @@ def test_memory_is_predicted_for_pairs_or_not_claimed(tmp_path: Path, capsys: py
     found = json.loads(shown(capsys, *words))
     assert found["candidates"][0]["cost"] is None
     assert "--method dpo predicts them" in found["notes"][-1]
+    assert "recipe" not in found["notes"][-1]  # None was given.
     found = json.loads(shown(capsys, *words, "--method", "dpo"))
     assert 0 < found["candidates"][0]["cost"]["peak_bytes"] < found["candidates"][0]["cost"]["need_bytes"]
     assert found["notes"][-1].startswith("Memory and time are predicted for ")

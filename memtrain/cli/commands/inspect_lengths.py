@@ -166,15 +166,18 @@ def inspected(given: Words, lengths: tuple[int, ...], budget: str | None, sample
     keep_last(question.tokenizer_name)
     if planner is None:
         return found
-    return found.model_copy(update={"notes": (*found.notes, _priced_note(planner, found, written.method))})
+    note = _priced_note(planner, found, written.method, has_recipe=words.recipe is not None)
+    return found.model_copy(update={"notes": (*found.notes, note)})
 
 
-def _priced_note(planner: Pricing, found: Inspection, method: str) -> str:
+def _priced_note(planner: Pricing, found: Inspection, method: str, *, has_recipe: bool) -> str:
     """The device that was planned for; or why nothing was predicted."""
     from memtrain.recipes.registry import METHODS
 
     if any(one.cost is not None for one in found.candidates):
         return f"Memory and time are predicted for {planner.device}."
+    if found.method != method and not has_recipe:
+        return f"Memory and time are not predicted: --method {found.method} predicts them for these rows."
     if found.method != method:
         return (
             f"Memory and time are not predicted: the rows are of {found.method}, and the recipe is of "
