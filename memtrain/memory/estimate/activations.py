@@ -248,9 +248,9 @@ def mlp_backward(load: Workload) -> int:
         if scales(load, *SECOND):
             return of_experts
     if load.settings.liger:
-        # Where PEFT's layer adapts the last map, gradients of two products and in half precision their sum.
+        # Where PEFT's layer adapts the last map, gradients of two products and their sum.
         adds = load.settings.adapter is not None and needs_product(load)
-        factors = 1 + (adds and load.is_half and not sums_in_place(load))
+        factors = 1 + (adds and not sums_in_place(load))
     else:
         factors = 2 + (not needs_product(load) and (load.is_fused or not adapts(load, LAST)))
     # Of a last map that DoRA scales both outputs are gone, and the mask of what was dropped before it.

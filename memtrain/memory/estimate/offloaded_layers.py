@@ -11,7 +11,7 @@ from memtrain.memory.estimate.activations import (
     layer_kept,
     needs_product,
 )
-from memtrain.memory.estimate.adapters import adds_in_one_kernel
+from memtrain.memory.estimate.adapters import adapts, adds_in_one_kernel
 from memtrain.memory.estimate.experts import widest_mlp
 from memtrain.memory.estimate.flash_scratch import flash_scratch
 from memtrain.memory.estimate.own_attention import (
@@ -20,6 +20,7 @@ from memtrain.memory.estimate.own_attention import (
     makes_own_scores,
     whole_scores,
 )
+from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import ENTERING, MLP_NAMES
 
@@ -127,9 +128,10 @@ def offloaded_backward(load: Workload, *, is_first: bool = False) -> int:
     A fit, not a count of tensors: traces of llama at two precisions, torch 2.13, come to a*N*(6*M + 2.5*W),
     those of fused kernels, which activate the gate again, to 5*M + 3.5*W, and with an adapter to 2*W more;
     those of Liger's, which write over the factors, to 4*M + 5*W in the last layer, whose newest storages are
-    there, and to 3*M + 3*W in the first. docs/memory.md has its error (`offloading all`). At the attention,
-    which is the most beside a narrow MLP, its inputs and output are back and their gradients there. Of layers
-    that no formula knows all that one kept is taken to be back at once.
+    there (where PEFT's layer adapts the last map, 5*M + 6.25*W, with the sum of the product's gradients), and
+    to 3*M + 3*W in the first. docs/memory.md has its error (`offloading all`). At the attention, which is the
+    most beside a narrow MLP, its inputs and output are back and their gradients there. Of layers that no
+    formula knows all that one kept is taken to be back at once.
     """
     if load.shape.seen is not None:
         return layer_backward(load)
@@ -138,6 +140,8 @@ def offloaded_backward(load: Workload, *, is_first: bool = False) -> int:
     in_mlp = row * ((6 - load.is_fused) * widest_mlp(load) + beside * shape.width)
     if load.settings.liger:
         in_mlp = row * (4 * widest_mlp(load) + (5 if load.trains_all else 7) * shape.width)
+        if adapts(load, LAST) and not adds_in_one_kernel(load):
+            in_mlp = max(in_mlp, round(row * (5 * widest_mlp(load) + 6.25 * shape.width)))
         in_mlp -= is_first * row * (widest_mlp(load) + 2 * shape.width)
     in_attention = row * (2 * shape.width + 4 * shape.query_width + 4 * shape.kv_width) + flash_scratch(load)
     if is_first and load.trains_all:

@@ -92,14 +92,16 @@ ALONE = 4
 def _added(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Sum of two gradients of one tensor, in the place of the first as autograd's engine makes it.
 
-    The engine adds in place where nothing else holds the first; under a mode that sees its operators it never
-    does. In half precision torch's own allocator counted a third tensor, on a CPU. Source: torch 2.13,
+    The engine adds in place where nothing else holds the first or its storage, as what a view is of does (of
+    products of rows in three dimensions); under a mode that sees its operators it never does. In half
+    precision torch's own allocator counted a third tensor, on a CPU. Source: torch 2.13,
     torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`.
     """
     first, second = args[0], args[1]
     is_alike = isinstance(second, Tensor) and first.shape == second.shape
     is_alike = is_alike and first.dtype == second.dtype == torch.float32
-    if is_alike and not kwargs and _calls_engine() and first._use_count() <= ALONE:
+    is_held = first._is_view() or first._use_count() > ALONE
+    if is_alike and not kwargs and _calls_engine() and not is_held:
         return first
     return func(*args, **kwargs)
 
