@@ -35,9 +35,11 @@ def hybrid(tmp_path, monkeypatch):
 
 def test_layers_that_no_formula_knows_are_counted_as_they_were_seen(hybrid, capsys, monkeypatch):
     """Three delta rules keep 1,000 bytes of a token, an attention 100: by formula all four kept the same."""
-    bytes_of = {part: Growth(start=0, each=100, square=0) for part in ("kept", "backward", "forward")}
-    attention = SeenLayer(**bytes_of, gradients=0)
-    delta = SeenLayer(gradients=0, **bytes_of | {"kept": Growth(start=0, each=1000, square=0)})
+    parts = ("kept", "backward", "forward", "recomputed")
+    bytes_of = {part: Growth(start=0, each=100, square=0) for part in parts}
+    attention = SeenLayer(**bytes_of, gradients=0, recomputed_gradients=0)
+    kept = {"kept": Growth(start=0, each=1000, square=0)}
+    delta = SeenLayer(gradients=0, recomputed_gradients=0, **bytes_of | kept)
     seen = SeenLayers(kinds=(delta, attention), order=(0, 0, 0, 1), piece=64)
     asked = []
     monkeypatch.setattr(model_shape, "seen_layers", lambda job: asked.append(job) or seen)

@@ -78,7 +78,8 @@ def _limit_of_time() -> Iterator[None]:
         return
     before = signal.signal(signal.SIGPROF, _stop)
     try:
-        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+        # Again after as long: where the first falls into a finalizer, Python prints the exception and goes on.
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_S, LIMIT_S)
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -3,6 +3,7 @@
 import resource
 import signal
 import threading
+import time
 
 import pytest
 
@@ -107,3 +108,30 @@ def test_a_refusal_of_another_process_arrives_whole():
     with pytest.raises(DataError) as error:
         rendered("{{ 'a' * 10000000000 }}")
     assert pickle.loads(pickle.dumps(error.value)).faults == error.value.faults
+
+
+class Slow:
+    """Takes its time when it is let go."""
+
+    def __del__(self):
+        spend(0.08)
+
+
+def spend(seconds):
+    """Use the processor for so long."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_limit_that_falls_into_a_finalizer_comes_again(monkeypatch):
+    """Python prints what a finalizer raises, and goes on: the template had no limit any more."""
+    monkeypatch.setattr(template_limits, "LIMIT_S", 0.05)
+
+    def render():
+        Slow()
+        spend(2.0)
+
+    with pytest.raises(DataError, match="takes more than"):
+        template_limits.within_limits(render)
