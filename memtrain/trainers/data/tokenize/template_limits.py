@@ -78,7 +78,7 @@ def _limit_of_time() -> Iterator[None]:
         return
     before = signal.signal(signal.SIGPROF, _stop)
     try:
-        # Again after as long: where the first falls into a finalizer, Python prints the exception and goes on.
+        # Again after as long: where the first falls into a finalizer, Python prints it and goes on.
         signal.setitimer(signal.ITIMER_PROF, LIMIT_S, LIMIT_S)
         yield
     finally:
