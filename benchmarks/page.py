@@ -559,9 +559,9 @@ SECTIONS = (
         "Processor time of a step over that of a loop written by hand in plain PyTorch (sdpa, whole "
         "logits, fused AdamW): the limit. Rows are of one length and every token is trained on, so neither "
         "side has less to do. The mean has the steps in which tensors are counted and the one that is "
-        "profiled, once a run; the first step is left out. Both sides make their steps in turns in one "
-        "process, in which no pass of Python's collector goes over what was loaded before them "
-        "(docs/decisions/0019 has the meter's own cost).",
+        "profiled, once in a run of five seconds of steps; the first step is left out. Both sides make "
+        "their steps in turns in one process, in which no pass of Python's collector goes over what was "
+        "loaded before them (docs/decisions/0019 has the meter's own cost).",
         bare_loop,
     ),
     Section(

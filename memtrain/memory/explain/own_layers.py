@@ -10,11 +10,11 @@ PACKAGES = "flash-linear-attention, mamba-ssm and causal-conv1d"
 
 def activations_words(shape: ModelShape) -> str:
     """Source of the activations of such layers, in a sentence or two; empty where a model has none."""
+    like_a_llama = "They are counted like those of a Llama of its sizes"
+    if not shape.own_layers and shape.unseen:
+        return f"The activations of its layers are not known: {shape.unseen}. {like_a_llama}."
     if not shape.own_layers:
-        like_a_llama = "They are counted like those of a Llama of its sizes."
-        return f"The activations of its layers are not known: {shape.unseen}. {like_a_llama}" * bool(
-            shape.unseen
-        )
+        return ""
     layers = f"The activations of its layers ({', '.join(shape.own_layers)})"
     if shape.seen is not None:
         return (
@@ -23,6 +23,6 @@ def activations_words(shape: ModelShape) -> str:
         )
     why = f": {shape.unseen}" if shape.unseen else ""
     return (
-        f"{layers} are not known{why}. They are counted like those of a Llama of its sizes, and may be many "
-        "times as much: no number here says that a run fits."
+        f"{layers} are not known{why}. {like_a_llama}, and may be many times as much: no number here says "
+        "that a run fits."
     )

@@ -287,13 +287,7 @@ _ALIAS: dict[Operator, bool] = {}
 def _is_held(tensor: Tensor, values: Iterable[Any]) -> bool:
     """Whether `values`, or the lists and tuples among them, have the tensor's storage."""
     storage = tensor.untyped_storage()._cdata
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.untyped_storage()._cdata == storage:
-                return True
-        elif isinstance(value, list | tuple) and _is_held(tensor, value):
-            return True
-    return False
+    return any(value.untyped_storage()._cdata == storage for value in _tensors(values))
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
