@@ -48,7 +48,6 @@ from memtrain.memory.explain.strategies_page import PROVEN, pairs_table, strateg
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.strategies.registry import STRATEGIES
 from memtrain.recipes.reading.load import load_recipe
-from memtrain.recipes.reading.previous_names import PREVIOUS_VALUES
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.tools.verify.contamination import probe_contamination
 from memtrain.trainers.tools.verify.evidence import Ran, Watch, traces
@@ -522,7 +521,7 @@ def read(parts: dict) -> list[dict]:
     return [
         {
             "method": method,
-            "backend": PREVIOUS_VALUES["model.attention"].get(backend, backend),
+            "backend": backend,
             "strategies": [part["strategies"][number] for number in numbers],
             "worst": worst,
             "kind": kind,

@@ -250,9 +250,8 @@ def _loaded(words: Words) -> LoadedRecipe:
 
     Raises: RecipeError when no data is named, or a key is wrong.
     """
-    from memtrain.cli.output.previous_notes import print_renamed, read_recipe
     from memtrain.recipes.formats.detect import METHOD_FORMATS
-    from memtrain.recipes.reading.load import recipe_of_words
+    from memtrain.recipes.reading.load import load_recipe, recipe_of_words
     from memtrain.recipes.registry import METHODS
 
     if words.method is not None and words.method not in METHOD_FORMATS:
@@ -271,7 +270,7 @@ def _loaded(words: Words) -> LoadedRecipe:
     if is_planned:
         given.append(f"method={words.method}")
     if words.recipe is not None:
-        return read_recipe(words.recipe, [*given, *words.overrides])
+        return load_recipe(words.recipe, [*given, *words.overrides])
     if words.dataset is None:
         raise RecipeError(
             "no dataset is given",
@@ -282,7 +281,6 @@ def _loaded(words: Words) -> LoadedRecipe:
         given.append(f"model.path={json.dumps(words.tokenizer)}")
     base = [] if is_planned else ["method=sft"]  # Other methods need sections that no length depends on.
     loaded = recipe_of_words([*base, *given, *words.overrides])
-    print_renamed(loaded)
     return loaded
 
 

@@ -164,15 +164,14 @@ def _question(
 
 def _loaded(recipe: str, words: list[str], model: str | None) -> tuple[LoadedRecipe, str]:
     """The recipe that is asked about, its model that of `--model`; of a dataset, the sentence about it."""
-    from memtrain.cli.output.previous_notes import print_renamed, read_recipe
     from memtrain.cli.plan.dataset_alone import is_recipe, model_word, recipe_to_plan
+    from memtrain.recipes.reading.load import load_recipe
 
     if model is None:
-        return read_recipe(recipe, words), ""
+        return load_recipe(recipe, words), ""
     if is_recipe(recipe):
-        return read_recipe(recipe, [model_word(model), *words]), ""
+        return load_recipe(recipe, [model_word(model), *words]), ""
     loaded, sentence = recipe_to_plan(recipe, model, words)
-    print_renamed(loaded)
     return loaded, sentence
 
 

@@ -33,7 +33,6 @@ def score(
     Keys of a recipe may follow as `section.key=value` (data.columns, length.max_length, cluster.device, ...).
     With `memory.weights_offload=on` layers are read from their files whenever they are called, one at a time.
     """
-    from memtrain.cli.output.previous_notes import print_renamed
     from memtrain.cli.plan.model_config import model_config
     from memtrain.memory.hardware.devices import detect
     from memtrain.memory.rules.ledger import SourcedRecipe
@@ -46,7 +45,6 @@ def score(
     if not any(word.startswith("length.max_length=") for word in words):
         words.append("length.max_length=null")
     loaded = recipe_of_words(words)
-    print_renamed(loaded)
     hardware = detect(loaded.recipe.cluster.device)
     config = model_config(loaded.recipe.model)
     settings = scoring_settings(SourcedRecipe(loaded.recipe, loaded.where), hardware, config)

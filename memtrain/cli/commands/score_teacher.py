@@ -24,11 +24,11 @@ def score_teacher(
     The recipe's distill section has teacher, top_k and top_k_file. The teacher alone is loaded.
     """
     from memtrain.cli.launch.summary import reading_progress
-    from memtrain.cli.output.previous_notes import read_recipe
     from memtrain.cli.plan.score_teacher import prepared_pass
+    from memtrain.recipes.reading.load import load_recipe
 
     with reading_progress() as progress:
-        ready = prepared_pass(read_recipe(recipe, overrides or [], method=None), progress=progress)
+        ready = prepared_pass(load_recipe(recipe, overrides or [], method=None), progress=progress)
 
     from memtrain.trainers.tools.score_teacher import score_teacher as scored
 

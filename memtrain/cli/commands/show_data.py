@@ -47,11 +47,11 @@ def show_data(
     brackets]].
     """
     from memtrain.cli.launch.summary import reading_progress
-    from memtrain.cli.output.previous_notes import print_renamed, read_recipe
     from memtrain.cli.output.terminal import print_text
     from memtrain.cli.plan.dataset_alone import is_dataset_alone, model_word, recipe_to_show
     from memtrain.cli.plan.recipe_lines import at_their_lines
     from memtrain.errors import RecipeError
+    from memtrain.recipes.reading.load import load_recipe
     from memtrain.recipes.recipe import HAS_ANSWERS
     from memtrain.trainers.data.packing.by_method import held_out_of
     from memtrain.trainers.data.sources.splits import choose_rows
@@ -63,10 +63,9 @@ def show_data(
     words = [*([model_word(model)] if model else ()), *(overrides or ())]
     if is_dataset_alone(recipe):
         loaded, sentence = recipe_to_show(recipe, words)
-        print_renamed(loaded)
         print_text(sentence)
     else:
-        loaded = read_recipe(recipe, words)
+        loaded = load_recipe(recipe, words)
     asked = loaded.recipe
     with reading_progress() as progress, at_their_lines(loaded):
         data = prepare(asked, progress=progress)

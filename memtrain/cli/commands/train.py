@@ -98,9 +98,9 @@ def run_recipe(
 
     Raises: MemtrainError of every kind.
     """
-    from memtrain.cli.output.previous_notes import read_recipe
+    from memtrain.recipes.reading.load import load_recipe
 
-    loaded = read_recipe(recipe, overrides, method=method)
+    loaded = load_recipe(recipe, overrides, method=method)
 
     from memtrain.cli.launch.local import recipe_yaml, start, write_files
     from memtrain.cli.launch.summary import print_end, print_plan, reading_progress

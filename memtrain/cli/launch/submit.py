@@ -12,7 +12,6 @@ from memtrain.cli.launch.sbatch import Job, lead_s, sbatch_text
 from memtrain.cli.launch.slurm_nodes import hardware_of, nodes_of
 from memtrain.cli.launch.slurm_queue import JobRecord, has_slurm, job_state, read_record
 from memtrain.cli.launch.topology import Topology
-from memtrain.cli.output.previous_notes import print_renamed, read_recipe
 from memtrain.cli.plan.check_rewards import check_rewards
 from memtrain.cli.plan.make_plan import Planned, make_plan
 from memtrain.errors import LaunchError
@@ -65,14 +64,13 @@ def prepare(recipe: str, overrides: Sequence[str], run_dir: str | None) -> Submi
     """
     from memtrain.trainers.checkpoints.run_state import is_over
 
-    loaded = read_recipe(recipe, overrides)
+    loaded = load_recipe(recipe, overrides)
     asked = loaded.recipe.cluster.slurm or Slurm()
     above = Path(run_dir or loaded.recipe.run_dir or Path("runs") / loaded.path.stem)
     nodes = nodes_of(asked.partition)
     planned: list[Planned] = []
     for words in sweep(asked.array, loaded.where("cluster.slurm.array")):
         each = load_recipe(recipe, [*overrides, *words]) if words else loaded
-        print_renamed(each, known=loaded.renamed)
         folder = above / folder_name(words) if words else above
         made = make_plan(each, run_dir=str(folder), hardware=hardware_of(each, nodes), keeps=True)
         check_rewards(each, made.plan.data)

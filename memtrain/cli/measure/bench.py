@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.cli.measure.variants import Variant, ablations, predicted_of, variant, waterfall
-from memtrain.cli.output.previous_notes import read_recipe
 from memtrain.cli.plan.make_plan import Planned, facts_of, make_plan
 from memtrain.cli.plan.model_config import model_config
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import detect
 from memtrain.memory.plan.plan import Plan
+from memtrain.recipes.reading.load import load_recipe
 from memtrain.trainers.runtime.safe_path import safe_path
 
 VERSION = 1
@@ -215,7 +215,7 @@ def _planned(recipe: str, overrides: list[str], place: Path, steps: int) -> tupl
     """A recipe's plan for one process, and the inputs of its predictions."""
     from memtrain.trainers.tools.verify.plans import on_one_process
 
-    made = make_plan(read_recipe(recipe, overrides), run_dir=str(place / "run"))
+    made = make_plan(load_recipe(recipe, overrides), run_dir=str(place / "run"))
     return on_one_process(made.plan, steps=steps + 2), _facts(made)
 
 

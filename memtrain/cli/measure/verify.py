@@ -28,13 +28,13 @@ def verified(
 
     Raises: RecipeError, DataError, LaunchError, DoesNotFit.
     """
-    from memtrain.cli.output.previous_notes import read_recipe
     from memtrain.cli.plan.make_plan import make_plan
     from memtrain.cli.plan.model_config import model_config
+    from memtrain.recipes.reading.load import load_recipe
     from memtrain.trainers.tools.verify.shrink import shrunk
     from memtrain.trainers.tools.verify.verify import verify
 
-    plan = make_plan(read_recipe(recipe, overrides), run_dir=place, progress=progress).plan
+    plan = make_plan(load_recipe(recipe, overrides), run_dir=place, progress=progress).plan
     notes: list[str] = []
     if is_shrunk:
         plan, notes = shrunk(plan, model_config(plan.recipe.model), Path(place))

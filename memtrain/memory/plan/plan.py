@@ -6,12 +6,11 @@ import difflib
 import hashlib
 import json
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from pydantic import JsonValue
 
 from memtrain.errors import LaunchError
-from memtrain.memory.plan.previous_settings import renewed_counts, renewed_recipe, renewed_settings
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.reading.environment import EnvironmentText, hidden, read_again, revealed
 from memtrain.recipes.recipe import Recipe
@@ -225,22 +224,6 @@ def _digest(raw: bytes) -> str:
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
-def _renewed(raw: bytes) -> str | bytes:
-    """The text of a plan, its recipe and settings under today's names.
-
-    Raises: ValueError when it is no JSON.
-    """
-    loaded: object = json.loads(raw, object_hook=renewed_counts)
-    if not isinstance(loaded, dict):
-        return raw
-    plan = cast(dict[str, JsonValue], loaded)
-    for part, renewed in (("recipe", renewed_recipe), ("settings", renewed_settings)):
-        saved = plan.get(part)
-        if isinstance(saved, dict):
-            plan[part] = renewed(saved)
-    return json.dumps(plan)
-
-
 def run_fix(run: Path) -> str:
     """Way out where a run folder is not there: the nearest runs beside it."""
     runs = [one.parent for one in sorted(run.parent.glob(f"*/{PLAN_FILE}"))]
@@ -271,7 +254,7 @@ def read_plan(path: Path, digest: str = "", *, reveals: bool = True) -> Plan:
             fix="run the training command again; one run folder is for one run",
         )
     try:
-        plan = Plan.model_validate_json(_renewed(raw))
+        plan = Plan.model_validate_json(raw)
     except ValueError as error:
         raise LaunchError(
             f"plan.json does not fit this version of memtrain: {error}",

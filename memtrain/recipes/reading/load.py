@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping as ReadOnly
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +14,6 @@ from memtrain.recipes.reading.environment import EnvironmentText, environment_te
 from memtrain.recipes.reading.interpolate import interpolated
 from memtrain.recipes.reading.named_sets import with_named_sets
 from memtrain.recipes.reading.overrides import apply_overrides, merged, path_of
-from memtrain.recipes.reading.previous_names import renewed
 from memtrain.recipes.reading.shipped import configs_dir, find_recipe, shipped_names
 from memtrain.recipes.reading.texts import check_texts, is_too_long
 from memtrain.recipes.reading.validate import part_without_faults, recipe_of
@@ -26,11 +25,11 @@ from memtrain.recipes.reading.yaml_tree import (
     Leaf,
     Mapping,
     Place,
-    Renaming,
     find,
     plain,
 )
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.registry import METHODS, spelled_method
 
 DATA_ENDINGS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".xz", ".bz2")
 MAX_BYTES = 256 * 2**10
@@ -53,8 +52,6 @@ class LoadedRecipe:
     """Complete tree: the file, the files it extends, and the overrides, with `${...}` replaced."""
     environment: tuple[EnvironmentText, ...] = ()
     """Texts that came from environment variables, which are written nowhere."""
-    renamed: tuple[Renaming, ...] = ()
-    """The previous names that were read as today's, in the order of the lines."""
 
     def __repr__(self) -> str:
         """A line: the fields hold the whole file."""
@@ -157,26 +154,33 @@ def _loaded(
 ) -> LoadedRecipe:
     tree, hide = _whole_tree(tree, overrides, faults)
     recipe = recipe_of(tree, faults, method)
-    renamed = tuple(dict.fromkeys(faults.renamed))
     if recipe is None or faults:
-        error = RecipeError(faults.in_order())
-        for one in renamed:
-            error.add_note(f"note: {one}")
-        raise error
+        raise RecipeError(faults.in_order())
     hidden = that_can_be_hidden(recipe, hide)
-    return LoadedRecipe(recipe, path, text, tuple(overrides), tree, hidden, renamed)
+    return LoadedRecipe(recipe, path, text, tuple(overrides), tree, hidden)
 
 
 def _whole_tree(
     tree: Mapping, overrides: Sequence[str], faults: Faults
 ) -> tuple[Mapping, list[EnvironmentText]]:
-    """(the tree with overrides, replaced `${...}` and current names; its texts from the environment)."""
+    """(the tree with overrides, replaced `${...}`; its texts from the environment)."""
     raw = apply_overrides(tree, overrides, faults)
     replaced, variables = interpolated(raw, faults)
     check_texts(replaced, (), faults)
     texts = environment_texts(raw, replaced, variables) if variables else []
-    # A value of an environment variable may be a previous word too.
-    return with_named_sets(cast(Mapping, renewed(replaced, faults, is_final=True))), texts
+    return with_named_sets(_with_spelled_method(cast(Mapping, replaced))), texts
+
+
+def _with_spelled_method(tree: Mapping) -> Mapping:
+    """The tree with the name of its method, however it is spelled (`Online DPO`), as the registry has it."""
+    entry = tree.entries.get("method")
+    if entry is None or not isinstance(leaf := entry.node, Leaf) or not isinstance(leaf.value, str):
+        return tree
+    if (spelled := spelled_method(leaf.value)) not in METHODS:
+        return tree
+    return replace(
+        tree, entries={**tree.entries, "method": replace(entry, node=replace(leaf, value=spelled))}
+    )
 
 
 def _name(path: Path) -> str:
@@ -244,7 +248,6 @@ def _file_tree(text: str, path: Path, name: str, faults: Faults, above: tuple[Pa
         rows = f"{alone}, or {keys}"
         faults.add(f"the file holds {kind}", root.place, rows if path.suffix == ".json" else keys)
         return None
-    root = cast(Mapping, renewed(root, faults))
     if "extends" not in root.entries:
         return root
     entry = root.entries["extends"]

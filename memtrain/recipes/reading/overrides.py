@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from memtrain.recipes.reading.field_types import follow, parts
-from memtrain.recipes.reading.previous_names import renewed_override
 from memtrain.recipes.reading.yaml_reader import read_scalar, read_yaml
 from memtrain.recipes.reading.yaml_tree import Entry, Faults, Items, Leaf, Mapping, Node, Path, Place, dotted
 from memtrain.recipes.recipe import Recipe
@@ -73,8 +72,7 @@ def apply_overrides(tree: Mapping, overrides: Sequence[str], faults: Faults) -> 
         if len(faults.found) > known:
             continue
         value = value or Leaf(None, place, is_empty=True)
-        path, value = renewed_override(path_of(key), value, place, faults)
-        node = _with(tree, path, 0, value, place, faults)
+        node = _with(tree, path_of(key), 0, value, place, faults)
         if isinstance(node, Mapping):
             tree = node
     return tree

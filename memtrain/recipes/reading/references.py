@@ -20,7 +20,6 @@ from omegaconf.grammar_parser import parse
 from omegaconf.grammar_visitor import GrammarVisitor
 
 from memtrain.recipes.reading.overrides import path_of
-from memtrain.recipes.reading.previous_names import renewed_path
 from memtrain.recipes.reading.yaml_reader import read_scalar
 from memtrain.recipes.reading.yaml_tree import (
     Entry,
@@ -333,7 +332,7 @@ def _target(name: str, path: Path) -> Path:
     if not re.fullmatch(r"([\w-]+|\[[\w-]+\])(\.[\w-]+|\[[\w-]+\])*", key) or dots > len(path):
         raise _Broken(f"${{{inside[:60]}}} is neither a key nor a variable", FIX)
     own = path_of(key.removeprefix("["))
-    return renewed_path((*path[: len(path) - dots], *own) if dots else own)
+    return (*path[: len(path) - dots], *own) if dots else own
 
 
 def _depth(text: str) -> int:

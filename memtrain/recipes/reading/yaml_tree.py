@@ -70,29 +70,11 @@ Node = Leaf | Items | Mapping
 Path = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Renaming:
-    """A previous name that was written, and today's."""
-
-    place: Place
-    written: str
-    """The word as it stands at the place."""
-    name: str
-    """The word that stands for it today."""
-    before: str
-    after: str
-    """The dotted keys (with their value, where that is the word), for the note."""
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.before} is now {self.after}"
-
-
 @dataclass(slots=True)
 class Faults:
-    """Faults found so far, listed in the order of the lines; and the previous names that were met."""
+    """Faults found so far, listed in the order of the lines."""
 
     found: list[tuple[Place, Fault]] = field(default_factory=list[tuple[Place, Fault]])
-    renamed: list[Renaming] = field(default_factory=list[Renaming])
 
     def add(self, what: str, place: Place, fix: str = "") -> None:
         """Note one fault, with the letters that nobody sees as their escapes."""

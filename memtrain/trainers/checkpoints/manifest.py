@@ -10,14 +10,11 @@ import torch
 from pydantic import JsonValue, ValidationError
 
 from memtrain.memory.plan.plan import Plan, PreparedData
-from memtrain.memory.plan.previous_settings import renewed_recipe, renewed_settings
 from memtrain.recipes.sections.base import Section
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
 DIGEST_BYTES = 16
-NEWER_FACTS = ("eval_metric", "stopped_early")
-"""Facts that checkpoints of format 1 did not always have."""
 
 
 class OtherVersion(ValueError):
@@ -65,9 +62,7 @@ class Manifest(Section):
 
     def sealed(self) -> Manifest:
         """The same manifest with its digest."""
-        # A field that is newer than a checkpoint, and at its default there, is no part of its digest.
-        plain = {name for name in NEWER_FACTS if not getattr(self.facts, name)}
-        text = self.model_dump_json(exclude={"digest": True, "facts": plain})
+        text = self.model_dump_json(exclude={"digest"})
         digest = hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
         return self.model_copy(update={"digest": digest})
 
@@ -120,7 +115,7 @@ def file_entry(folder: Path, file: Path) -> FileEntry:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, its recipe and settings under today's names.
+    """The manifest of a checkpoint.
 
     Raises: OtherVersion when it is not one of this version; ValueError when there is none, or it is damaged.
     """
@@ -141,9 +136,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise OtherVersion(f"this version of memtrain does not know its {MANIFEST_FILE} ({key})") from None
     if manifest != manifest.sealed():
         raise ValueError(f"its {MANIFEST_FILE} is damaged (the checksum differs)")
-    facts = manifest.facts
-    renewed = {"recipe": renewed_recipe(facts.recipe), "settings": renewed_settings(facts.settings)}
-    return manifest.model_copy(update={"facts": facts.model_copy(update=renewed)})
+    return manifest
 
 
 def is_of_another_version(folder: Path) -> bool:

@@ -264,16 +264,6 @@ def from_line(line: str) -> Event:
     return from_values(values)
 
 
-PREVIOUS_FIELDS = {
-    "learnt": "loss_tokens",
-    "learnt_cut": "loss_tokens_cut",
-    "learnt_dropped": "loss_tokens_dropped",
-    "learnt_cut_by_answer": "loss_tokens_cut_by_answer",
-    "groups_without_signal": "zero_std_groups",
-}
-"""Fields of events in runs that an earlier version began."""
-
-
 def from_values(values: Mapping[str, Any]) -> Event:
     """The event that is spelled out, with its `kind`; fields of a method's own are its `extra`.
 
@@ -283,7 +273,7 @@ def from_values(values: Mapping[str, Any]) -> Event:
         raise ValueError(f"there is no event of kind {values.get('kind')!r}")
     kind = KINDS[values["kind"]]
     known = {one.name for one in fields(kind)}
-    heard = {PREVIOUS_FIELDS.get(key, key): _heard(value) for key, value in values.items()}
+    heard = {key: _heard(value) for key, value in values.items()}
     taken = {key: value for key, value in heard.items() if key in known}
     if kind is ExpertsEvent and "tokens" in taken:
         taken["tokens"] = tuple(tuple(layer) for layer in taken["tokens"])

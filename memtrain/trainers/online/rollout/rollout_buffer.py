@@ -125,12 +125,9 @@ class Rollout:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
-PREVIOUS_FIELDS = {"told": "metrics", "is_learnt_A": "is_trained_A"}
-
-
 def window_of(state: Mapping[str, Any]) -> Rollout:
-    """The window that a checkpoint holds; some fields had other names in earlier versions."""
-    return Rollout(**{PREVIOUS_FIELDS.get(name, name): value for name, value in state.items()})
+    """The window that a checkpoint holds."""
+    return Rollout(**state)
 
 
 def new_window(
