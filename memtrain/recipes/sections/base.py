@@ -46,6 +46,17 @@ def parse_bytes(value: object) -> object:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
+def address_of_server(name: str, value: str) -> None:
+    """Nothing for an address of HTTP. Raises: ValueError for another, and for one that holds a password."""
+    read = re.fullmatch(r"https?://([^\s/?#]+)(/[^\s?#]*)?", value)
+    if read is None:
+        raise ValueError(f"{name} {value} is not an address; write http://HOST:PORT")
+    if "@" in read[1]:
+        raise ValueError(
+            f"{name} holds a name or a password, and addresses are written into the plan; leave them out"
+        )
+
+
 def one_or_many(value: object) -> object:
     """A single item as a tuple of one; a list as a tuple."""
     if isinstance(value, list):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from memtrain.recipes.sections.base import Bytes, Section, changes, one_or_many
+from memtrain.recipes.sections.base import Bytes, Section, address_of_server, changes, one_or_many
 
 OF_PROCESS = (
     "python",
@@ -58,7 +58,8 @@ class Vllm(Section):
     """Bytes of weights that are sent at a time. Higher: more memory for a moment, hardly faster."""
 
     deadline_s: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds without a sign of life after which vLLM counts as hung."""
+    """Seconds without a sign of life after which vLLM counts as hung; a server's answer must be whole by
+    then."""
 
     start_deadline_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that its start may take, or that a server may take to appear."""
@@ -77,6 +78,7 @@ class Vllm(Section):
             if self.shared_dir is not None:
                 raise ValueError("shared_dir is for a server; set server, or remove it")
             return self
+        address_of_server("server", self.server)
         for name in OF_PROCESS:
             if changes(self, name):
                 raise ValueError(f"{name} is for a process of the run's own, and server is given; remove one")

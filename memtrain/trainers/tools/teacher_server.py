@@ -11,14 +11,26 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.data.store.top_k import Likely
+from memtrain.trainers.online.vllm.answers import (
+    NO_PROBABILITY,
+    ROUNDING,
+    Impossible,
+    fields,
+    items,
+    logprob,
+    shown,
+    whole,
+)
 from memtrain.trainers.online.vllm.http_client import Unanswered, ask
 
 KEY = "VLLM_API_KEY"
@@ -27,6 +39,9 @@ KEY = "VLLM_API_KEY"
 LEAST_TAIL = 1e-7
 """Mass of the tokens that were cut off, where 1 less the others' says less: what float32 log-probs of a mass
 near 1 can tell. Without it a token that has all mass would make a reverse divergence infinite."""
+
+MASS_ROUNDING = 1e-2
+"""Mass above 1 that rounding gives the likeliest tokens together, in bfloat16 at most. Taste."""
 
 PATIENCE_S = 600.0
 """Wait for one answer: a row may stand behind others of the server."""
@@ -57,35 +72,47 @@ class TeacherServer:
             "temperature": 0.0,
             "prompt_logprobs": self.top_k,
         }
-        answer = _asked("POST", f"{self.address}/v1/completions", body, self.place)
-        choices = answer.get("choices")
-        first: Any = choices[0] if isinstance(choices, list) and choices else {}
-        places = first.get("prompt_logprobs") if isinstance(first, Mapping) else None
-        if not isinstance(places, list) or len(cast(list[Any], places)) != len(ids):
+        answer = _asked(
+            "POST",
+            f"{self.address}/v1/completions",
+            body,
+            self.place,
+            num_tokens=len(ids) * (self.top_k + 1),
+        )
+        try:
+            choices = items(answer.get("choices"), "choices")
+            first = fields(choices[0] if choices else None, "the first choice")
+            places = items(first.get("prompt_logprobs"), "prompt_logprobs")
+            if len(places) != len(ids):
+                raise Impossible(
+                    f"prompt_logprobs of {len(places):,} tokens came, and {len(ids):,} were sent"
+                )
+        except Impossible as error:
             raise LaunchError(
-                f"the server {self.address} answers without prompt_logprobs of the {len(ids):,} tokens asked",
+                f"the server {self.address} answers without prompt_logprobs of the {len(ids):,} tokens asked "
+                f"({error})",
                 self.place,
                 "start it with vLLM (vllm serve MODEL --max-logprobs K), which has them",
-            )
+            ) from None
         kept = min(self.top_k, self.num_columns)
         found = Likely(
             np.zeros((len(ids) - 1, kept), np.int32),
             np.zeros((len(ids) - 1, kept), np.float32),
             np.zeros(len(ids) - 1, np.float32),
         )
-        for number, entry in enumerate(cast(list[Any], places)[1:]):
-            self._take(entry, found, number, kept)
+        for number, entry in enumerate(places[1:]):
+            self._take(entry, found, number, kept, own=ids[number + 1])
         return found
 
-    def _take(self, entry: Any, found: Likely, number: int, kept: int) -> None:
-        """Put one place's tokens into their row, likeliest first."""
+    def _take(self, entry: object, found: Likely, number: int, kept: int, own: int) -> None:
+        """Put one place's tokens into their row, likeliest first. `own`: the token that stands there."""
         try:
-            ranked = sorted(
-                (int(one["rank"]), int(token), float(one["logprob"])) for token, one in entry.items()
-            )
-        except (AttributeError, KeyError, TypeError, ValueError):
+            ranked = sorted(_ranked(token, one) for token, one in fields(entry, "a place").items())
+            if own not in [token for _, token, _ in ranked]:
+                raise Impossible(f"the token {own} that was sent is not among those of its place")
+        except Impossible as error:
             raise LaunchError(
-                f"the server {self.address} answers in another form than vLLM: {str(entry)[:200]}",
+                f"the server {self.address} answers in another form than vLLM: {error}",
                 self.place,
                 "use a server with vLLM's prompt_logprobs",
             ) from None
@@ -102,11 +129,37 @@ class TeacherServer:
                 self.place,
                 "use a teacher and a student of one family",
             )
+        mass = math.fsum(math.exp(logp) for _, logp in best)
+        falls = all(one[1] >= other[1] - ROUNDING for one, other in pairwise(best))
+        if mass > 1 + MASS_ROUNDING or not falls:
+            what = (
+                f"a probability of {mass:.4g} together" if falls else "ranks that their log-probs do not have"
+            )
+            raise LaunchError(
+                f"the server {self.address} gives the {kept} likeliest tokens {what}",
+                self.place,
+                "use a server whose prompt_logprobs are those at temperature 1",
+            )
         found.ids_nK[number] = [token for token, _ in best]
         found.logps_nK[number] = [logp for _, logp in best]
-        rest = 1.0 - math.fsum(math.exp(logp) for _, logp in best)
         is_whole = kept == self.num_columns
-        found.tail_n[number] = -math.inf if is_whole else math.log(max(rest, LEAST_TAIL))
+        found.tail_n[number] = -math.inf if is_whole else math.log(max(1.0 - mass, LEAST_TAIL))
+
+
+def _ranked(token: str, one: object) -> tuple[int, int, float]:
+    """(rank, id, log-prob) of a token. Raises: Impossible."""
+    given = fields(one, f"the token {shown(token)}")
+    if not re.fullmatch("[0-9]{1,9}", token):
+        raise Impossible(f"a token is {shown(token)}")
+    rank = whole(given.get("rank"), "a rank")
+    if rank < 1:
+        raise Impossible(f"a rank is {rank}")
+    return rank, int(token), _teachers_logprob(given.get("logprob"))
+
+
+def _teachers_logprob(value: object) -> float:
+    """A log-prob of a token that nobody drew: minus infinity comes as -9999. Raises: Impossible."""
+    return NO_PROBABILITY if value == NO_PROBABILITY else logprob(value)
 
 
 def find_server(address: str, teacher: str, *, top_k: int, num_columns: int, place: str) -> TeacherServer:
@@ -116,8 +169,12 @@ def find_server(address: str, teacher: str, *, top_k: int, num_columns: int, pla
     """
     address = address.rstrip("/").removesuffix("/v1")
     listed = _asked("GET", f"{address}/v1/models", None, place).get("data")
-    entries = cast(list[dict[str, Any]], listed if isinstance(listed, list) else [])
-    roots = {str(one.get("id")): {str(one.get("id")), str(one.get("root"))} for one in entries}
+    entries: list[Any] = cast(list[Any], listed) if isinstance(listed, list) else []
+    roots = {
+        str(one.get("id")): {str(one.get("id")), str(one.get("root"))}
+        for one in entries
+        if isinstance(one, Mapping)
+    }
     name = next((name for name, known in roots.items() if teacher in known), None)
     if name is None:
         has = ", ".join(roots) or "none"
@@ -129,9 +186,11 @@ def find_server(address: str, teacher: str, *, top_k: int, num_columns: int, pla
     return TeacherServer(address, name, top_k, num_columns, place)
 
 
-def _asked(method: str, url: str, body: dict[str, Any] | None, place: str) -> dict[str, Any]:
+def _asked(
+    method: str, url: str, body: dict[str, Any] | None, place: str, *, num_tokens: int = 0
+) -> dict[str, Any]:
     try:
-        return ask(method, url, body, PATIENCE_S, key=os.environ.get(KEY, ""))
+        return ask(method, url, body, PATIENCE_S, key=os.environ.get(KEY, ""), num_tokens=num_tokens)
     except Unanswered as error:
         fix = "start it: vllm serve MODEL --max-logprobs K; or correct the address"
         if error.status in (401, 403):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +20,7 @@ from memtrain.errors import LaunchError, RecipeError
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.trainers.data.store.top_k import TopKFile
 from memtrain.trainers.data.tokenize.tiny_tokenizer import FOLDER
+from memtrain.trainers.tools.teacher_server import TeacherServer, find_server
 
 RECIPE = """
 method: distill
@@ -149,6 +151,70 @@ def test_a_server_with_another_model_or_fewer_tokens_is_refused(
     with pytest.raises(LaunchError, match=words):
         score_teacher(str(recipe), overrides)
     assert not (tmp_path / "teacher.safetensors").exists()
+
+
+def place(**logprobs: float) -> dict[str, Any]:
+    """Tokens `t7` of a place, likeliest first."""
+    named = enumerate(logprobs.items(), start=1)
+    return {name[1:]: {"rank": rank, "logprob": value} for rank, (name, value) in named}
+
+
+GOOD = place(t4=-1.0, t7=-1.5)
+WRONG_PLACES = {
+    "null": (None, "a place: null"),
+    "a list": ([GOOD], "a place: "),
+    "a token is no number": ({**GOOD, "x": {"rank": 3, "logprob": -9.0}}, "a token is 'x'"),
+    "a token is negative": ({**GOOD, "-3": {"rank": 3, "logprob": -9.0}}, "a token is '-3'"),
+    "a token is null": ({**GOOD, "9": None}, "the token '9': null"),
+    "no rank": ({**GOOD, "9": {"logprob": -9.0}}, "a rank is null"),
+    "a rank is 0": ({**GOOD, "9": {"logprob": -9.0, "rank": 0}}, "a rank is 0"),
+    "NaN": (place(t4=-1.0, t7=float("nan")), "a log-prob is nan"),
+    "infinite": (place(t4=-1.0, t7=float("-inf")), "a log-prob is -inf"),
+    "above 0": (place(t4=0.5, t7=-1.0), "a log-prob is 0.5"),
+    "null log-prob": (place(t4=-1.0, t7=None), "a log-prob is null"),  # pyright: ignore[reportArgumentType]
+    "text": (place(t4=-1.0, t7="-2"), "a log-prob is '-2'"),  # pyright: ignore[reportArgumentType]
+    "another token": (place(t5=-1.0, t7=-1.5), "the token 4 that was sent is not among"),
+    "too few": (place(t4=-1.0), "gives 1 top-k tokens"),
+    "beyond": (place(t4=-1.0, t700=-1.5), "tokens beyond the 100 of the student"),
+    "more than all mass": (place(t4=-0.1, t7=-0.2), "a probability of 1.724 together"),
+    "ranks the wrong way": (place(t4=-3.0, t7=-1.0), "ranks that their log-probs do not have"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PLACES)
+def test_a_teacher_that_lies_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, said = WRONG_PLACES[name]
+    answer: dict[str, Any] = {"choices": [{"prompt_logprobs": [None, given]}]}
+    monkeypatch.setattr("memtrain.trainers.tools.teacher_server.ask", lambda *words, **more: answer)
+    server = TeacherServer("http://t", "t", 2, 100, "distill.teacher_server")
+    with pytest.raises(LaunchError, match=re.escape(said)):
+        server.likely([3, 4])
+    answer["choices"][0]["prompt_logprobs"][1] = GOOD
+    assert server.likely([3, 4]).ids_nK.tolist() == [[4, 7]]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"choices": None},
+        {"choices": []},
+        {"choices": [3]},
+        {"choices": [{}]},
+        {"choices": [{"prompt_logprobs": [None]}]},
+    ],
+)
+def test_a_teachers_answer_of_another_form_is_refused(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memtrain.trainers.tools.teacher_server.ask", lambda *words, **more: answer)
+    with pytest.raises(LaunchError, match="answers without prompt_logprobs of the 2 tokens"):
+        TeacherServer("http://t", "t", 2, 100, "distill.teacher_server").likely([3, 4])
+
+
+@pytest.mark.parametrize("data", [None, 3, [], [None], ["x"], [{"id": None}]])
+def test_a_list_of_models_of_another_form_is_refused(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memtrain.trainers.tools.teacher_server.ask", lambda *words, **more: {"data": data})
+    with pytest.raises(LaunchError, match="does not serve t"):
+        find_server("http://t", "t", top_k=2, num_columns=100, place="distill.teacher_server")
 
 
 def test_a_server_that_is_not_there_is_one_error(recipe: Path, tmp_path: Path) -> None:

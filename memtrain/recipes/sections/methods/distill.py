@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from memtrain.recipes.sections.base import Fraction, PositiveInt, Section, changes
+from memtrain.recipes.sections.base import Fraction, PositiveInt, Section, address_of_server, changes
 
 ADAPTER_OFF = "adapter_off"
 """The teacher that is the student without its adapter."""
@@ -85,10 +85,7 @@ class Distill(Section):
     def _server_can_be_asked(self) -> Distill:
         if self.teacher_server is None:
             return self
-        if not self.teacher_server.startswith(("http://", "https://")):
-            raise ValueError(
-                f"teacher_server {self.teacher_server} is not an address; write http://HOST:PORT"
-            )
+        address_of_server("teacher_server", self.teacher_server)
         if self.teacher is None or self.teacher == ADAPTER_OFF:
             raise ValueError(
                 "teacher_server needs teacher, the model that it serves: its tokenizer is compared with the "

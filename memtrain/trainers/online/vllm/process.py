@@ -46,6 +46,9 @@ trainer's store at the address of vLLM's own process group, for ten minutes (pyt
 ENDING_S = 5.0
 """Time for a process whose connection has ended to end itself."""
 
+MOST_FRAME_BYTES = 2**30
+"""Bytes of one frame: the completions of one group are a few MiB. Taste."""
+
 Frame = dict[str, Any]
 
 
@@ -137,9 +140,17 @@ class Process:
     def receive(self, deadline_s: float | None = None) -> Frame:
         """The next frame. Raises: Faulty, also where the frame says that something failed."""
         until = time.monotonic() + (deadline_s if deadline_s is not None else self.launch.deadline_s)
-        frame: Frame = json.loads(self._take(struct.unpack("<I", self._take(4, until))[0], until))
+        size = struct.unpack("<I", self._take(4, until))[0]
+        if size > MOST_FRAME_BYTES:
+            raise Faulty(f"a frame of {size:,} bytes came")
+        try:
+            frame = json.loads(self._take(size, until))
+        except (ValueError, RecursionError):
+            raise Faulty("a frame came that is not JSON") from None
+        if not isinstance(frame, dict) or not isinstance(frame.get("ev"), str):
+            raise Faulty("a frame came that says no event")
         if frame["ev"] == "error":
-            raise Faulty(frame["text"])
+            raise Faulty(str(frame.get("text")))
         return frame
 
     def kill(self) -> None:

@@ -7,7 +7,6 @@ groups that are missing, with their seeds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,8 +14,10 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.online.generation.progress import Progress
 from memtrain.trainers.online.generation.protocol import Group, OnDone, Sample, Sampler, Sampling
+from memtrain.trainers.online.vllm.answers import Asked, Impossible, whole
 from memtrain.trainers.online.vllm.process import Faulty, Frame, Launch, Process
 from memtrain.trainers.online.vllm.weight_check import CANARY_SAMPLING, canary_group, difference
 from memtrain.trainers.online.vllm.weight_sync import Transport, in_buckets, vllm_weights
@@ -115,7 +116,7 @@ class VllmSampler:
         """
         group = canary_group(groups)
         progress = Progress([group])
-        self._write_all(process, progress, CANARY_SAMPLING, {"logprobs": 0})
+        self._write_all(process, progress, CANARY_SAMPLING, has_logprobs=True)
         found = difference(self.model, group, progress.done[0][0])
         if not found <= limit:
             raise LaunchError(
@@ -151,17 +152,18 @@ class VllmSampler:
     def _write(self, progress: Progress, sampling: Sampling) -> None:
         """Have the groups written that are missing."""
         assert self.process is not None, "The process was started."
-        more: Frame = {"logprobs": 0 if self.has_logprobs else None}
-        self._write_all(self.process, progress, sampling, more)
+        self._write_all(self.process, progress, sampling, has_logprobs=self.has_logprobs)
         self.acts.append("write")
 
-    def _write_all(self, process: Process, progress: Progress, sampling: Sampling, more: Frame) -> None:
-        groups = progress.groups
+    def _write_all(
+        self, process: Process, progress: Progress, sampling: Sampling, *, has_logprobs: bool
+    ) -> None:
+        groups, missing = progress.groups, progress.missing
         process.send(
             {
                 "op": "generate",
                 "version": self.held,
-                "sampling": sampling_arguments(sampling) | more,
+                "sampling": sampling_arguments(sampling) | {"logprobs": 0 if has_logprobs else None},
                 "groups": [
                     {
                         "number": number,
@@ -169,13 +171,36 @@ class VllmSampler:
                         "count": groups[number].count,
                         "seed": groups[number].seed % 2**SEED_BITS,
                     }
-                    for number in progress.missing
+                    for number in missing
                 ],
             }
         )
+        room = self.launch.engine.get("max_model_len")
+        asked = Asked(sampling, vocab_size(self.model), room, has_logprobs)
+        open_numbers = set(missing)
         while (frame := process.receive())["ev"] != "ok":
             if frame["ev"] == "done":
-                progress.add(frame["number"], [_sample(one) for one in frame["samples"]])
+                self._take(frame, asked, progress, open_numbers)
+            elif frame["ev"] != "progress":
+                raise Faulty(f"{frame['ev']} came in place of completions")
+        if open_numbers:
+            raise Faulty(f"{len(open_numbers)} of {len(missing)} groups of completions did not come")
+
+    def _take(self, frame: Frame, asked: Asked, progress: Progress, open_numbers: set[int]) -> None:
+        """The completions of one group. Raises: Faulty where they are none that were asked."""
+        try:
+            number = whole(frame.get("number"), "the number of a group")
+            if number not in open_numbers:
+                raise Impossible(f"completions of group {number} came, which were not asked or came before")
+            if frame.get("version") != self.held:
+                raise Impossible(
+                    f"completions of weights {frame.get('version')} came, of {self.held} were asked"
+                )
+            samples = asked.samples(frame.get("samples"), progress.groups[number])
+        except Impossible as error:
+            raise Faulty(str(error)) from None
+        open_numbers.remove(number)
+        progress.add(number, samples)
 
     def _replace_or_give_up(self, faults: list[str], *, missing: int) -> None:
         words = f"the vLLM process failed ({faults[-1]})"
@@ -239,7 +264,6 @@ def sampling_arguments(sampling: Sampling) -> Frame:
     return frame
 
 
-def _sample(frame: Frame) -> Sample:
-    ids = tuple(frame["ids"])
-    logprobs = frame["logprobs"]
-    return Sample(ids, tuple(logprobs) if logprobs is not None else (math.nan,) * len(ids), frame["finish"])
+def vocab_size(model: PreTrainedModel | PeftModel) -> int:
+    """Tokens that the policy knows."""
+    return int(base_model(model).config.get_text_config().vocab_size)

@@ -7,7 +7,6 @@ cannot be given new weights, and training on its completions is refused.
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 import uuid
@@ -25,9 +24,18 @@ from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.online.generation.progress import Progress
-from memtrain.trainers.online.generation.protocol import Finish, Group, OnDone, Sample, Sampler, Sampling
+from memtrain.trainers.online.generation.protocol import Group, OnDone, Sample, Sampler, Sampling
+from memtrain.trainers.online.vllm.answers import (
+    Asked,
+    Impossible,
+    choices_of,
+    fields,
+    items,
+    of_choice,
+    shown,
+)
 from memtrain.trainers.online.vllm.http_client import Unanswered, ask
-from memtrain.trainers.online.vllm.sampler import SEED_BITS, sampling_arguments
+from memtrain.trainers.online.vllm.sampler import SEED_BITS, sampling_arguments, vocab_size
 from memtrain.trainers.online.vllm.weight_check import CANARY_SAMPLING, canary_group, difference
 from memtrain.trainers.online.vllm.weight_sync import vllm_weights
 from memtrain.trainers.runtime.atomic_files import disk_fault, system_errors
@@ -49,7 +57,7 @@ DEV_MODE = (
 
 
 class Stale(Exception):
-    """The server was started again and does not hold the given weights."""
+    """The server does not hold the given weights: most often it was started again."""
 
 
 @dataclass(slots=True)
@@ -75,6 +83,8 @@ class ServerSampler:
     served: str | None = None
     """The server's name of the model."""
     held: int | None = None
+    room: int | None = None
+    """Tokens of a prompt with its completion that it takes; None: it does not say."""
     mark: str = ""
     """Server's name for the weights that it was given last."""
     is_given_up: bool = False
@@ -93,7 +103,7 @@ class ServerSampler:
                 self._prepare(groups)
                 self._write(progress, sampling)
                 break
-            except (Unanswered, Stale) as fault:
+            except (Unanswered, Stale, Impossible) as fault:
                 self.held = None
                 faults.append(str(fault))
                 self._go_on_or_give_up(faults, missing=len(progress.missing))
@@ -130,19 +140,25 @@ class ServerSampler:
         until = time.monotonic() + self.start_deadline_s
         while True:
             try:
-                models = self._ask("GET", "/v1/models")["data"]
+                answer = self._ask("GET", "/v1/models")
                 break
             except Unanswered as fault:
-                if time.monotonic() > until:
+                # A server that starts refuses connections, and whoever stands before it says 502 or 503.
+                is_another = fault.status is not None and fault.status < 500
+                if is_another or time.monotonic() > until:
                     raise LaunchError(
                         f"no vLLM server answers: {fault}",
                         "generate.vllm.server",
                         "start it, or correct the address",
                     ) from None
                 time.sleep(WAIT_S)
-        self.served = str(models[0]["id"])
-        room = models[0].get("max_model_len")
+        models = items(answer.get("data"), "its models")
+        first = fields(models[0] if models else None, "its first model")
+        served, room = first.get("id"), first.get("max_model_len")
+        if not isinstance(served, str) or not (room is None or type(room) is int and room > 0):
+            raise Impossible(f"its first model is {shown(first)}, without a name or a length")
         longest = max((len(group.prompt_ids) for group in groups), default=0)
+        self.served, self.room = served, room
         if room is not None and longest >= room:
             raise LaunchError(
                 f"the server takes {room} tokens, and a prompt has {longest}",
@@ -182,7 +198,7 @@ class ServerSampler:
             if old != folder:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _mark_of_server(self) -> str | None:
+    def _mark_of_server(self) -> object:
         return self._ask("GET", "/weight_info").get("weight_version")
 
     def _check_weights(self, groups: Sequence[Group], limit: float) -> None:
@@ -205,7 +221,7 @@ class ServerSampler:
         """Have the missing groups written; groups of other weights are thrown away."""
         missing, groups = progress.missing, progress.groups
         made: dict[int, list[Sample]] = {}
-        fault: Unanswered | None = None
+        fault: Unanswered | Impossible | None = None
         with ThreadPoolExecutor(min(AT_ONCE, max(1, len(missing)))) as pool:
             asked = {
                 pool.submit(self._group, groups[number], sampling, wants_logprobs=self.has_logprobs): number
@@ -214,10 +230,10 @@ class ServerSampler:
             for answer in as_completed(asked):
                 try:
                     made[asked[answer]] = answer.result()
-                except Unanswered as error:
+                except (Unanswered, Impossible) as error:
                     fault = error
         if fault is None and self._mark_of_server() != self.mark:
-            raise Stale("it was restarted during generation")
+            raise Stale("it does not hold the weights that it was given: it was restarted during generation")
         # Where an answer is missing the server may have been started again before it gave the others.
         if fault is not None:
             raise fault
@@ -225,12 +241,12 @@ class ServerSampler:
             progress.add(number, made[number])
 
     def _group(self, group: Group, sampling: Sampling, *, wants_logprobs: bool) -> list[Sample]:
-        asked = sampling_arguments(sampling)
-        asked.pop("detokenize")
+        words = sampling_arguments(sampling)
+        words.pop("detokenize")
         answer = self._ask(
             "POST",
             "/v1/completions",
-            asked
+            words
             | {
                 "model": self.served,
                 "prompt": list(group.prompt_ids),
@@ -239,12 +255,24 @@ class ServerSampler:
                 "logprobs": 0 if wants_logprobs else None,
                 "return_token_ids": True,
             },
+            num_tokens=group.count * (len(group.prompt_ids) + sampling.max_tokens),
         )
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        return [sample_of(choice) for choice in choices]
+        choices = choices_of(answer, group)
+        if any(choice.get("token_ids") is None for choice in choices):
+            # Text that is read again may be other tokens.
+            raise LaunchError(
+                "the server's completions have no token ids",
+                "generate.vllm.server",
+                "use vLLM 0.32 or newer, whose /v1/completions knows return_token_ids",
+            )
+        asked = Asked(sampling, vocab_size(self.model), self.room, wants_logprobs)
+        return asked.samples([of_choice(choice, sampling) for choice in choices], group)
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return ask(method, f"{self.address.rstrip('/')}{path}", body, self.deadline_s)
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, num_tokens: int = 0
+    ) -> dict[str, Any]:
+        url = f"{self.address.rstrip('/')}{path}"
+        return ask(method, url, body, self.deadline_s, num_tokens=num_tokens)
 
     def _go_on_or_give_up(self, faults: list[str], *, missing: int) -> None:
         words = f"the vLLM server failed ({faults[-1]})"
@@ -263,24 +291,6 @@ class ServerSampler:
             )
         self.emit(f"{words}, {len(faults)} times in one rollout: the trained module generates from now on")
         self.is_given_up = True
-
-
-def sample_of(choice: dict[str, Any]) -> Sample:
-    """A completion of the server's answer.
-
-    Raises: LaunchError when it has no token ids: text that is read again may be other tokens.
-    """
-    if choice.get("token_ids") is None:
-        raise LaunchError(
-            "the server's completions have no token ids",
-            "generate.vllm.server",
-            "use vLLM 0.32 or newer, whose /v1/completions knows return_token_ids",
-        )
-    ids = tuple(choice["token_ids"])
-    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-    is_string = choice["finish_reason"] == "stop" and isinstance(choice.get("stop_reason"), str)
-    finish: Finish = "string" if is_string else choice["finish_reason"]
-    return Sample(ids, tuple(logprobs) if logprobs else (math.nan,) * len(ids), finish)
 
 
 def write_checkpoint(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:

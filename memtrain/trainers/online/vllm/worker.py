@@ -191,6 +191,7 @@ class VllmEngine:
                         {
                             "ev": "done",
                             "number": groups.pop(made.request_id),
+                            "version": self.version,
                             "samples": [sample_of(one) for one in made.outputs],
                         }
                     )

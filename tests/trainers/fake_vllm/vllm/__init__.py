@@ -3,7 +3,8 @@
 A token is a hash of the weights, the prompt, the seed and its place. Like the real one it keeps a prefix
 cache that a reload does not empty. What goes wrong is said by files in FAKE_VLLM: `die-after-2` kills the
 process when two groups are written, `hang-after-2` stops it, `bad-sync` refuses a load, `no-start` the start,
-`stuck-cache` emptying the cache; each once, unless it is named `...-always`.
+`stuck-cache` emptying the cache; each once, unless it is named `...-always`. `lie.json` holds other fields of
+every completion.
 """
 
 import hashlib
@@ -99,10 +100,12 @@ class LLM:
         text = f"{weights} {prompt} {params.seed + number}"
         digest = hashlib.sha256(text.encode()).digest()
         ids = [byte % 100 for byte in digest[: params.max_tokens]]
-        logprobs = [{token: SimpleNamespace(logprob=-token / 10)} for token in ids]
+        lie = json.loads((STATE / "lie.json").read_text()) if (STATE / "lie.json").exists() else {}
+        ids = lie.get("token_ids", ids)
+        logprobs = [{token: SimpleNamespace(logprob=lie.get("logprob", -abs(token) / 10))} for token in ids]
         return SimpleNamespace(
             token_ids=ids,
-            logprobs=None if params.logprobs is None else logprobs,
-            finish_reason="length",
-            stop_reason=None,
+            logprobs=None if params.logprobs is None or lie.get("silent") else logprobs,
+            finish_reason=lie.get("finish_reason", "length"),
+            stop_reason=lie.get("stop_reason"),
         )

@@ -5,6 +5,8 @@ The real engine is tested in test_vllm_engine.py.
 
 import json
 import os
+import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -91,6 +93,70 @@ def test_completions_come_in_the_order_of_the_groups_with_their_log_probs(side):
     assert len(sample.token_ids) == 5
     assert sample.logprobs == pytest.approx([-token / 10 for token in sample.token_ids])
     assert sample.finish == "length"
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        ({"logprob": float("nan")}, "a log-prob is nan"),
+        ({"logprob": None}, "a log-prob is null"),
+        ({"logprob": 2.0}, "a log-prob is 2.0"),
+        ({"silent": True}, "the log-probs: null"),
+        ({"token_ids": [10**6] * 5}, "token id 1000000 is outside"),
+        ({"token_ids": [1] * 6}, "a completion has 6 tokens"),
+        ({"token_ids": []}, "a completion has 0 tokens"),
+        ({"token_ids": [1, 2]}, "2 tokens cannot have ended by 'length'"),
+        ({"finish_reason": "abort"}, "ended by 'abort'"),
+        ({"finish_reason": "stop"}, "ended by 'stop'"),
+        ({"finish_reason": "stop", "stop_reason": "x"}, "ended by 'string'"),
+    ],
+)
+def test_an_engine_that_lies_is_refused(side, lie, said):
+    one = side(restarts=0)
+    (one.state / "lie.json").write_text(json.dumps(lie))
+    with pytest.raises(LaunchError, match="the vLLM process failed 1 times in one rollout") as caught:
+        one.write()
+    assert said in caught.value.faults[0].what
+
+
+FRAMES = {
+    "no JSON": (b"{", "not JSON"),
+    "deep JSON": (b"[" * 50_000, "not JSON"),
+    "no object": (b"[1]", "says no event"),
+    "no event": (b'{"ev": 3}', "says no event"),
+    "another event": (b'{"ev": "want"}', "want came in place of completions"),
+    "another group": (b'{"ev": "done", "number": 9, "version": 0, "samples": []}', "group 9 came"),
+    "no number": (b'{"ev": "done", "version": 0, "samples": []}', "the number of a group is null"),
+    "other weights": (b'{"ev": "done", "number": 0, "version": 1, "samples": []}', "weights 1 came"),
+    "no samples": (b'{"ev": "done", "number": 0, "version": 0}', "the completions: null"),
+    "a sample is null": (b'{"ev": "done", "number": 0, "version": 0, "samples": [null, 1]}', "null came"),
+    "an early end": (b'{"ev": "ok"}', "4 of 4 groups of completions did not come"),
+    "an error without text": (b'{"ev": "error"}', "None"),
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_a_frame_that_is_none_is_a_fault(side, name, monkeypatch):
+    raw, said = FRAMES[name]
+    one = side(restarts=0)
+    ours, theirs = socket.socketpair()
+    process = Process.__new__(Process)
+    process.launch, process.socket, process.is_alive = one.sampler.launch, ours, False
+    one.sampler.process, one.sampler.held, one.sampler.has_started = process, 0, True
+    theirs.sendall(struct.pack("<I", len(raw)) + raw)
+    with ours, theirs, pytest.raises(LaunchError, match="failed 1 times in one rollout") as caught:
+        one.write()
+    assert said in caught.value.faults[0].what
+
+
+def test_a_frame_of_gigabytes_is_a_fault(side):
+    one = side(restarts=0)
+    ours, theirs = socket.socketpair()
+    process = Process.__new__(Process)
+    process.launch, process.socket, process.is_alive = one.sampler.launch, ours, False
+    theirs.sendall(struct.pack("<I", 2**32 - 1))
+    with ours, theirs, pytest.raises(Faulty, match="a frame of 4,294,967,295 bytes"):
+        process.receive()
 
 
 def test_every_field_of_sampling_is_sent(side):

@@ -3,11 +3,16 @@
 A real server is tested in test_vllm_engine.py.
 """
 
+import contextlib
 import hashlib
 import json
+import re
 import threading
+import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,8 +44,12 @@ class FakeServer(ThreadingHTTPServer):
         self.prompts: list[list[int]] = []
         self.fails_at = self.forgets_at = -1
         self.turn_tokens = 0
+        self.lies: dict[str, Callable[[Any], Any]] = {}
+        """By route: what becomes of the answer."""
+        self.raw: dict[str, bytes | Callable[[Any], None]] = {}
+        """By route: bytes that are sent as they are, status line included, or an act on the socket's file."""
         self.weights, self.mark = "first", "first"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def restart(self) -> None:
         self.weights, self.mark = "first", "first"
@@ -95,6 +104,13 @@ class Answers(BaseHTTPRequestHandler):
     def answer(self, asked: dict) -> None:
         server, path = self.server, self.path.partition("?")[0]
         server.paths.append(path)
+        if path in server.raw:
+            raw = server.raw[path]
+            self.close_connection = True
+            # Whoever asked may have gone.
+            with contextlib.suppress(OSError):
+                self.wfile.write(raw) if isinstance(raw, bytes) else raw(self.wfile)
+            return None
         if path == "/v1/models":
             return self.send({"data": [{"id": "m", "max_model_len": 64}]})
         if path == "/v1/completions":
@@ -112,7 +128,8 @@ class Answers(BaseHTTPRequestHandler):
         return self.send({"weight_version": server.mark} if path == "/weight_info" else {})
 
     def send(self, body: dict, status: int = 200) -> None:
-        data = json.dumps(body).encode()
+        lie = self.server.lies.get(self.path.partition("?")[0], lambda given: given)
+        data = json.dumps(lie(body)).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -260,6 +277,164 @@ def test_a_checkpoint_in_several_files_holds_every_weight(tmp_path, tiny_llama, 
     held = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert set(held) == set(weights)
     assert all(torch.equal(held[name], tensor) for name, tensor in weights.items())
+
+
+def choice_with(**changes) -> Callable[[Any], Any]:
+    """The answer with other fields of its second choice; a field that is None is taken out."""
+
+    def lie(answer: Any) -> Any:
+        choice = answer["choices"][1]
+        for name, value in changes.items():
+            choice[name] = value(choice) if callable(value) else value
+        return answer
+
+    return lie
+
+
+def logprobs_with(value: object) -> Callable[[Any], Any]:
+    """The last log-prob is another."""
+    return choice_with(
+        logprobs=lambda one: {"token_logprobs": [*one["logprobs"]["token_logprobs"][:-1], value]}
+    )
+
+
+LIES = {
+    "no object": (lambda answer: [], "choices: null"),
+    "no choices": (lambda answer: {}, "choices: null"),
+    "choices are text": (lambda answer: {"choices": "none"}, "choices: 'none'"),
+    "a choice is null": (lambda answer: {"choices": [None, None]}, "a choice: null"),
+    "too few": (lambda answer: {"choices": answer["choices"][:1]}, "choices"),
+    "too many": (lambda answer: {"choices": answer["choices"] * 2}, "choices"),
+    "one twice": (choice_with(index=1), r"choices \[1, 1\]"),
+    "index is text": (choice_with(index="0"), "the index of a choice is '0'"),
+    "index is true": (choice_with(index=True), "the index of a choice is True"),
+    "another prompt": (choice_with(prompt_token_ids=[9, 9]), "another prompt was read"),
+    "ids are text": (choice_with(token_ids="12345"), "the token ids: '12345'"),
+    "an id is text": (choice_with(token_ids=["1", 2, 3, 4, 5]), "a token id is '1'"),
+    "an id is a fraction": (choice_with(token_ids=[1.0, 2, 3, 4, 5]), "a token id is 1.0"),
+    "an id is true": (choice_with(token_ids=[True, 2, 3, 4, 5]), "a token id is True"),
+    "an id is null": (choice_with(token_ids=[None, 2, 3, 4, 5]), "a token id is null"),
+    "an id is negative": (choice_with(token_ids=[-1, 2, 3, 4, 5]), "token id -1 is outside"),
+    "an id is beyond": (choice_with(token_ids=[10**9, 2, 3, 4, 5]), "token id 1000000000 is outside"),
+    "an id has a hundred digits": (choice_with(token_ids=[10**99, 2, 3, 4, 5]), "is outside"),
+    "no tokens": (choice_with(token_ids=[], logprobs={"token_logprobs": []}), "a completion has 0 tokens"),
+    "too many tokens": (choice_with(token_ids=[1] * 6), "a completion has 6 tokens"),
+    "cut too early": (choice_with(token_ids=[1], logprobs={"token_logprobs": [-1.0]}), "'length'"),
+    "no log-probs": (choice_with(logprobs=None), "the log-probs: null"),
+    "log-probs are a list": (choice_with(logprobs=[-1.0] * 5), "came in place of an object"),
+    "too few log-probs": (choice_with(logprobs={"token_logprobs": [-1.0] * 4}), "4 log-probs came with 5"),
+    "a log-prob is null": (logprobs_with(None), "a log-prob is null"),
+    "a log-prob is NaN": (logprobs_with(float("nan")), "a log-prob is nan"),
+    "a log-prob is infinite": (logprobs_with(float("-inf")), "a log-prob is -inf"),
+    "a log-prob is no number of float32": (logprobs_with(-1e300), "a log-prob is -1e"),
+    "a log-prob stands for minus infinity": (logprobs_with(-9999.0), "a log-prob is -9999"),
+    "a log-prob is above 0": (logprobs_with(0.5), "a log-prob is 0.5"),
+    "a log-prob is text": (logprobs_with("-1"), "a log-prob is '-1'"),
+    "a log-prob is true": (logprobs_with(False), "a log-prob is False"),
+    "no finish": (choice_with(finish_reason=None), "ended by null"),
+    "finish is a list": (choice_with(finish_reason=["stop"]), "ended by"),
+    "finish is unknown": (choice_with(finish_reason="abort"), "ended by 'abort'"),
+    "stop without its token": (choice_with(finish_reason="stop"), "ended by 'stop'"),
+    "a string that was not asked": (choice_with(finish_reason="stop", stop_reason="x"), "not asked"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_server_that_lies_is_refused_and_nothing_of_its_answer_is_taken(side, name):
+    lie, said = LIES[name]
+    one = side(restarts=0)
+    one.server.lies["/v1/completions"] = lie
+    with pytest.raises(LaunchError, match="the vLLM server failed 1 times in one rollout") as caught:
+        one.write()
+    assert re.search(said, caught.value.faults[0].what)
+
+
+def test_a_completion_that_goes_on_behind_its_end_is_refused(side):
+    one = side(restarts=0)
+    one.server.lies["/v1/completions"] = choice_with(token_ids=[1, 7, 2, 3, 4])
+    with pytest.raises(LaunchError, match="goes on after a token that ends it"):
+        one.sampler.generate(GROUPS, Sampling(max_tokens=5, stop_ids=(7,)))
+
+
+@pytest.mark.parametrize("models", [None, [], [3], [{}], [{"id": 3}], [{"id": "m", "max_model_len": "64"}]])
+def test_a_server_without_a_model_is_refused(side, models):
+    one = side(restarts=0)
+    one.server.lies["/v1/models"] = lambda answer: {"data": models}
+    with pytest.raises(LaunchError, match="failed 1 times in one rollout"):
+        one.write()
+
+
+def test_a_server_that_keeps_no_version_of_weights_is_refused(side):
+    one = side(restarts=0)
+    one.server.lies["/weight_info"] = lambda answer: {"weight_version": None}
+    with pytest.raises(LaunchError, match="does not hold the weights that it was given"):
+        one.write()
+
+
+def endless(file: Any) -> None:
+    file.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        file.write(b" " * 2**16)
+
+
+def dripping(beginning: bytes) -> Callable[[Any], None]:
+    """A byte at a time, each within the timeout of a socket."""
+
+    def write(file: Any) -> None:
+        file.write(beginning)
+        while True:
+            file.write(b"1")
+            time.sleep(0.05)
+
+    return write
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+ANSWERS = {
+    "nothing": (b"", "failed 1 times"),
+    "no HTTP": (b"hello\r\n\r\n", "the answer is no HTTP"),
+    "a line without end": (b"HTTP/1.1 " + b"2" * 70_000, "no HTTP"),
+    "too many headers": (OK + b"A: b\r\n" * 200 + b"\r\n", "no HTTP"),
+    "an error": (b"HTTP/1.1 500 Oops\r\nContent-Length: 4\r\n\r\ndead", "500 Oops: dead"),
+    "not allowed": (b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n", "401"),
+    "moved": (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n", "302"),
+    "moved for good": (b"HTTP/1.1 308 Gone\r\nLocation: file:///etc/passwd\r\n\r\n", "308"),
+    "cut off": (OK + b'Content-Length: 99\r\n\r\n{"choices": []}', "84 bytes before"),
+    "cut off in a chunk": (OK + b"Transfer-Encoding: chunked\r\n\r\n9\r\n{}", "no HTTP"),
+    "a chunk of no length": (OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}", "failed 1 times"),
+    "half of a JSON": (OK + b'\r\n{"choices": [', "not JSON"),
+    "deep JSON": (OK + b"\r\n" + b"[" * 100_000, "not JSON"),
+    "no UTF-8": (OK + b"\r\n\xff\xfe{}", "not JSON"),
+    "without end": (endless, "longer than"),
+    "a drip": (dripping(OK + b"\r\n"), "not whole after 1 s"),
+    "a drip of the status": (dripping(b"HTTP/1.1 20"), "not whole after 1 s"),
+    "a drip of a header": (dripping(OK + b"A: b"), "not whole after 1 s"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_that_is_none_ends_within_its_time_and_is_a_fault(side, name):
+    raw, said = ANSWERS[name]
+    one = side(restarts=0, deadline_s=1.0)
+    one.server.raw["/v1/completions"] = raw
+    with pytest.raises(LaunchError, match="the vLLM server failed 1 times in one rollout") as caught:
+        one.write()
+    assert said in caught.value.faults[0].what
+
+
+@pytest.mark.parametrize("route", ["/collective_rpc", "/reset_prefix_cache", "/weight_info"])
+def test_an_answer_without_end_of_any_route_is_a_fault(side, route):
+    one = side(restarts=0)
+    one.server.raw[route] = endless
+    with pytest.raises(LaunchError, match="longer than"):
+        one.write()
+
+
+def test_another_service_at_the_address_is_said_at_once(side):
+    one = side(start_deadline_s=600.0)
+    one.server.raw["/v1/models"] = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+    with pytest.raises(LaunchError, match="no vLLM server answers"):
+        one.write()
 
 
 class Numbers:
