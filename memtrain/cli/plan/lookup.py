@@ -11,7 +11,7 @@ from memtrain.cli.plan.model_shape import layers_seer, shape_for
 from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware, detect
-from memtrain.memory.model_shape.config_file import check_numbers, read_config_json, untagged
+from memtrain.memory.model_shape.config_file import check_values, read_config_json, untagged
 from memtrain.memory.model_shape.families import FAMILIES
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.model_shape.rope_scaling import scaled
@@ -76,7 +76,7 @@ def _as_it_is(model: Model) -> LookedAt:
 
 def _given_config(model: Model, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A mapping of the recipe. transformers is asked only for model types that memtrain does not know."""
-    check_numbers(config, "model.config")
+    check_values(config, "model.config")
     if config.get("model_type") in FAMILIES:
         has_vocabulary = "vocab_size" in config or model.tokenizer != "builtin:tiny"
         return config if has_vocabulary else {"vocab_size": _tiny_vocabulary(), **config}
@@ -163,7 +163,7 @@ def _answered(answer: Any, path: str) -> dict[str, Any]:
         raise LaunchError(
             f"the {where} is not a JSON object", "model.path", "choose another model or revision"
         )
-    check_numbers(cast(dict[str, Any], given), where)
+    check_values(cast(dict[str, Any], given), where)
     return cast(dict[str, Any], given)
 
 

@@ -10,7 +10,7 @@ from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError, words_of
 from memtrain.memory.estimate.auxiliary_models import RewardShape
 from memtrain.memory.estimate.teachers import TeacherShape
-from memtrain.memory.model_shape.config_file import check_numbers, read_config_json
+from memtrain.memory.model_shape.config_file import check_values, read_config_json
 from memtrain.memory.model_shape.rope_scaling import scaled
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Model
@@ -98,7 +98,7 @@ def own_config(model: Model) -> Mapping[str, object]:
         given = {"vocab_size": len(tokenizer_of(model)), **model.config}
         if "model_type" in given and (fault := unknown_type(str(given["model_type"]))):
             raise LaunchError(fault, "model.config", "write a model_type that transformers knows")
-        check_numbers(given, "model.config")
+        check_values(given, "model.config")
         if "model_type" not in given:
             return given
         try:

@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from memtrain.errors import LaunchError
+from memtrain.memory.model_shape.config_file import read_config_json, read_json_object
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan, run_fix
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.run_folder.folder import RunFolder
@@ -64,7 +65,7 @@ class TrainedModel:
 def trained_model(run: Path) -> TrainedModel:
     """The finished model of a run folder, or of a model folder itself.
 
-    Raises: LaunchError when there is none, or it is not a folder.
+    Raises: LaunchError when there is none, it is not a folder, or its configuration is damaged.
     """
     if not run.is_dir():
         raise LaunchError(f"there is no folder {run}", str(run), run_fix(run))
@@ -72,7 +73,8 @@ def trained_model(run: Path) -> TrainedModel:
     for folder in (final, run):
         for file in (ADAPTER, CONFIG):
             if (folder / file).is_file():
-                config = json.loads((folder / file).read_text(encoding="utf-8"))
+                read = read_json_object if file == ADAPTER else read_config_json
+                config = read(folder / file, str(folder / file))
                 return TrainedModel(run, folder, run.resolve().name, config, file == ADAPTER)
     raise LaunchError(
         f"{run} has no finished model",

@@ -8,7 +8,7 @@ import pytest
 
 from memtrain.errors import LaunchError
 from memtrain.memory.model_shape import known_models
-from memtrain.memory.model_shape.config_file import asked_code, check_numbers, read_config_json, without_code
+from memtrain.memory.model_shape.config_file import asked_code, check_values, read_config_json, without_code
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -33,7 +33,27 @@ def refused(folder: Path, text: str | bytes) -> str:
         ({"num_attention_heads": True}, "num_attention_heads: true"),
         ({"vocab_size": "many"}, 'vocab_size: "many"'),
         ({"hidden_size": 32.5}, "hidden_size: 32.5"),
-        ({"n_embd": -1, "hidden_size": None}, "hidden_size: -1"),
+        ({"n_embd": -1, "hidden_size": None}, "n_embd: -1"),
+        ({"attn_config": {"attn_pdrop": 2}}, "attn_config.attn_pdrop: 2"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings: 0"),
+        ({"n_positions": 0}, "n_positions: 0"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings: 1"),
+        ({"output_attentions": "yes"}, 'output_attentions: "yes"'),
+        ({"hidden_act": 3}, "hidden_act: 3"),
+        ({"dtype": "x"}, 'dtype: "x"'),
+        ({"torch_dtype": ["bfloat16"]}, 'torch_dtype: ["bfloat16"]'),
+        ({"quantization_config": "4bit"}, 'quantization_config: "4bit"'),
+        ({"text_config": 3}, "text_config: 3"),
+        ({"eos_token_id": [2, "</s>"]}, 'eos_token_id: "</s>"'),
+        ({"pad_token_id": True}, "pad_token_id: true"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3"),
+        ({"n_head": 4, "num_attention_heads": None, "num_kv_heads": 3}, "num_kv_heads: 3"),
+        ({"hidden_size": 30}, "num_attention_heads: 4"),
+        ({"layer_types": ["full_attention"]}, 'layer_types: ["full_attention"]'),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok: 5"),
+        ({"attention_dropout": None}, "attention_dropout: null"),
+        ({"sliding_window": None, "layer_types": ["sliding_attention"] * 2}, "sliding_window: null"),
+        ({"vocab_size": 9, "pad_token_id": 9}, "pad_token_id: 9"),
         ({"intermediate_size": [48, -1]}, "intermediate_size: -1"),
         ({"rms_norm_eps": 1e300}, "rms_norm_eps: 1e+300"),
         ({"text_config": {"hidden_size": 0}}, "hidden_size: 0"),
@@ -84,9 +104,46 @@ def test_infinity_bounds_time_steps_of_published_models(written: str, tmp_path: 
     assert read_config_json(tmp_path, "model.path")["time_step_limit"] == [0.0, float("inf")]
 
 
+def test_all_faults_are_told_at_once_each_with_its_file_and_what_it_must_be(tmp_path: Path):
+    wrong = {"hidden_size": 0, "num_attention_heads": "four", "use_cache": 1, "rms_norm_eps": -1e-6}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | wrong))
+    with pytest.raises(LaunchError) as error:
+        read_config_json(tmp_path, "model.path")
+    assert {fault.what.rpartition(" has ")[2].partition(":")[0] for fault in error.value.faults} == set(wrong)
+    assert {fault.where for fault in error.value.faults} == {str(tmp_path / "config.json")}
+    assert all(fault.fix.startswith("it must be ") for fault in error.value.faults)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"eos_token_id": [1, 2], "pad_token_id": -1, "bos_token_id": None},
+        {"num_attention_heads": 71, "num_kv_heads": 2, "multi_query": True, "hidden_size": 71 * 64},
+        {"hidden_size": 30, "head_dim": 8, "num_key_value_heads": 1},
+        {"num_key_value_heads": [1, 2], "intermediate_size": [64, 32], "dtype": "torch.bfloat16"},
+        {"num_local_experts": 0, "num_experts_per_tok": 2},
+    ],
+)
+def test_values_that_some_model_is_published_with_are_taken(values: dict[str, Any]):
+    check_values(LLAMA | values, "config.json")
+
+
+def test_no_default_of_transformers_is_refused():
+    """The guard against limits that are too narrow: every eighth causal language model that it knows."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    seen = 0
+    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[::8]:
+        config = CONFIG_MAPPING[kind]().to_dict()
+        check_values(json.loads(json.dumps(config, default=str)), kind)
+        seen += 1
+    assert seen > 15
+
+
 def test_every_shipped_shape_is_within_the_limits():
     for name, config in known_models._SHAPES.items():
-        check_numbers(config, name)
+        check_values(config, name)
     assert len(known_models._SHAPES) > 20
 
 

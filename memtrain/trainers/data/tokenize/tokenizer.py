@@ -67,7 +67,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    from memtrain.trainers.model.loading.locate import find_origin
+    from memtrain.trainers.model.loading.locate import find_origin, read_config
 
     if name.startswith("builtin:") and name != BUILTIN:
         raise DataError(
@@ -91,6 +91,9 @@ def load_tokenizer(
         # Every kind of network, hub and parsing fault ends here; its own words say which.
         if isinstance(error, MemtrainError):
             raise
+        if (Path(place) / "config.json").exists():
+            # transformers reads it first: where that is what fails, it is not the tokenizer's fault.
+            read_config(find_origin(place, None))
         raise DataError(
             f"cannot load the tokenizer '{name}': {words_of(error)}",
             "model.tokenizer",

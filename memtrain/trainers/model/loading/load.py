@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from memtrain.trainers.model.loading.added_tokens import grow_embeddings
 from memtrain.trainers.model.loading.locate import (
     Origin,
     built,
+    fault_of_build,
     find_origin,
     make_config,
     read_config,
@@ -38,7 +40,7 @@ from memtrain.trainers.model.loading.quantize import quantization_config
 from memtrain.trainers.model.loading.sharded_init import is_keeping
 from memtrain.trainers.model.loading.sharded_load import empty_model
 from memtrain.trainers.model.loading.tiny import BUILTIN_TINY, tiny_config
-from memtrain.trainers.model.loading.weight_files import check_weights
+from memtrain.trainers.model.loading.weight_files import check_shapes, check_weights
 from memtrain.trainers.model.quantized.quantizer import begin_packed, packing_experts
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 
@@ -224,6 +226,18 @@ def _pretrained(
     except Exception as error:  # each model's class, safetensors and the hub have faults of their own
         if is_out_of_memory(error) or isinstance(error, MemtrainError):
             raise
+        if (fault := fault_of_build(error, config, f"{origin.path}/config.json")) is not None:
+            raise LaunchError([fault]) from None
+        if Path(origin.path).is_dir() and "ignore_mismatched_sizes" in str(error):
+            with torch.device("meta"):
+                wanted = AUTO[head].from_config(config).state_dict()
+            check_shapes(Path(origin.path), {name: weight.shape for name, weight in wanted.items()})
+            # Weights of experts, which have other names in files than in the model.
+            raise LaunchError(
+                f"{origin.path} has weights of other shapes than its config.json says",
+                f"{origin.path}/config.json",
+                "take the config.json and the weights of one and the same model",
+            ) from None
         raise LaunchError(
             f"the weights of {origin.path} cannot be loaded: {words_of(error)}",
             "model.path",
@@ -232,6 +246,7 @@ def _pretrained(
         ) from None
     model, info = loaded
     _check_complete(origin, info, may_miss=may_miss)
+    _check_no_more_layers(origin, model, info["unexpected_keys"])
     if settings.quantize != "none":
         begin_packed(model)
     return model
@@ -255,7 +270,7 @@ def check_config(config: PretrainedConfig, named: str, head: str) -> None:
     _check_causal(config, named, head)
     if getattr(config, "quantization_config", None) is not None:
         raise LaunchError(
-            f"the weights of {named} are quantized already",
+            f"the weights of {named} are quantized already (quantization_config in its config.json)",
             "model.path",
             "use the unquantized model; model.quantize: 4bit quantizes it while it is loaded",
         )
@@ -272,8 +287,9 @@ def _check_causal(config: PretrainedConfig, named: str, head: str) -> None:
     is_other = bool(architectures) and not any(name.endswith(generates) for name in architectures)
     if config.is_encoder_decoder or is_other or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = ", ".join(architectures) or config.model_type
+        is_two = ", with is_encoder_decoder: true" if config.is_encoder_decoder else ""
         raise LaunchError(
-            f"{named} is not a causal language model (it is {what})",
+            f"{named} is not a causal language model (it is {what}{is_two})",
             "model",
             "use a decoder with a language-modelling head, such as Qwen/Qwen3-0.6B",
         )
@@ -305,6 +321,29 @@ def _check_complete(origin: Origin, info: Mapping[str, Any], *, may_miss: tuple[
                 f"{origin.path} {fault} {shown}",
                 "model.path",
                 "these weights would start random; use a complete causal LM",
+            )
+
+
+_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+def _check_no_more_layers(origin: Origin, model: PreTrainedModel, unread: Iterable[str]) -> None:
+    """Raise LaunchError where the files have decoder layers beyond those of the configuration: a model with
+    fewer would be trained, and nobody would say so."""
+    config = model.config.get_text_config()
+    # Layers that predict later tokens are published behind the others, and not trained.
+    behind = int(getattr(config, "num_nextn_predict_layers", 0) or 0)
+    count = int(getattr(config, "num_hidden_layers", 0) or 2**62)
+    names = set(model.state_dict())
+    for name in sorted(unread):
+        number = _NUMBER.search(name)
+        is_like = number is not None and _NUMBER.sub(".0.", name, count=1) in names
+        if is_like and int(number[1]) >= count + behind:
+            raise LaunchError(
+                f"{origin.path} has weights of more layers than its config.json, by which there are {count}: "
+                f"{name}",
+                f"{origin.path}/config.json",
+                "take the config.json of the model as published",
             )
 
 

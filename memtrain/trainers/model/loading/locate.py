@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, PretrainedConfig
 
-from memtrain.errors import LaunchError, MemtrainError, words_of
+from memtrain.errors import Fault, LaunchError, MemtrainError, words_of
 from memtrain.memory.model_shape.config_file import (
-    check_numbers,
+    check_values,
+    fault_at,
     read_config_json,
     read_json_object,
     without_code,
@@ -28,6 +30,7 @@ NO_CODE_FIX = (
     "memtrain runs no code from the hub unasked (docs/security.md): use a model that transformers knows, "
     "update transformers, or download the model again"
 )
+PUBLISHED_FIX = "compare its values with the config.json of a published model of this type"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ def read_config(origin: Origin) -> PretrainedConfig:
             "model.path",
             f"set model.path to {base}, or fold the adapter first (`memtrain merge`)",
         )
+    given: dict[str, Any] = {}
     if Path(origin.path).is_dir():
         given = read_config_json(Path(origin.path), "model.path")
         if not isinstance(given.get("model_type"), str):
@@ -124,10 +128,62 @@ def read_config(origin: Origin) -> PretrainedConfig:
         what = f"the hub cannot be reached, and its cache does not hold {origin.path}"
         raise LaunchError(what, "model.path", fix) from None
     except Exception as error:  # each configuration class has faults of its own
-        what = f"transformers cannot read the configuration of {origin.path}: {words_of(error)}"
-        raise LaunchError(what, "model.path", NO_CODE_FIX) from None
-    check_numbers(config.to_dict(), origin.path)
+        raise _misread(error, given, f"{origin.path}/config.json") from None
+    check_values(config.to_dict(), origin.path)
+    if isinstance(getattr(config, "text_config", None), Mapping):
+        rule = f"{config.model_type} models have no model inside: it must be left out"
+        raise LaunchError(
+            [fault_at("text_config", given.get("text_config"), rule, f"{origin.path}/config.json")]
+        )
     return _without_code(config)
+
+
+_FIELD = re.compile(r"Validation error for field '(\w+)'")
+_EXPECTED = re.compile(r"Field '\w+' expected (\w+)")
+_WORDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number with a point",
+    "str": "a word",
+    "list": "a list",
+    "dict": "a mapping",
+    "NoneType": "null",
+}
+
+
+def _misread(error: Exception, given: Mapping[str, Any], file: str) -> LaunchError:
+    """The error about a configuration that its class refuses: at the key that it is about, where one is."""
+    if unknown_type(str(given.get("model_type"))) is not None:
+        return unknown_model(given, file)
+    words = words_of(error)
+    field = _FIELD.search(words)
+    key = field[1] if field is not None else _refused_for(given)
+    kinds = [_WORDS.get(one, one) for one in dict.fromkeys(_EXPECTED.findall(words))]
+    rule = f"it must be {' or '.join(kinds)}" if kinds else f"transformers refuses it ({words})"
+    if not key:
+        return LaunchError(f"transformers cannot read {file}: {words}", file, PUBLISHED_FIX)
+    return LaunchError([fault_at(key, given.get(key), rule, file)])
+
+
+def _refused_for(given: Mapping[str, Any]) -> str:
+    """The key without which the configuration is read; empty where no single one is at fault."""
+    for key in given:
+        try:
+            make_config({one: value for one, value in given.items() if one != key})
+        except Exception:  # noqa: S112  it is not the only fault
+            continue
+        return key
+    return ""
+
+
+def fault_of_build(error: Exception, config: PretrainedConfig | Mapping[str, Any], file: str) -> Fault | None:
+    """The fault of a configuration from which a model could not be built, where a word in it is unknown."""
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
+        key = next((key for key, value in values.items() if value == error.args[0]), "")
+        if key:
+            return fault_at(key, error.args[0], "transformers knows no function of that name", file)
+    return None
 
 
 def with_scaled_positions(config: PretrainedConfig, recipe: Model) -> PretrainedConfig:
@@ -166,7 +222,7 @@ def _without_code(config: PretrainedConfig) -> PretrainedConfig:
     config._attn_implementation = None
     config._experts_implementation = None
     # What a model returns is asked for here: tuples would be misread, and every layer's states never fit.
-    config.return_dict, config.output_hidden_states = True, False
+    config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
     return config
 
 
@@ -186,10 +242,12 @@ def built(
         kind = given.get("model_type")
         if unknown_type(str(kind)) is not None:
             raise unknown_model(given, f"{named}/config.json") from None
+        if (fault := fault_of_build(error, given, f"{named}/config.json")) is not None:
+            raise LaunchError([fault]) from None
         raise LaunchError(
             f"transformers cannot build the {kind} model of {named}: {words_of(error)}",
             named,
-            "compare its values with the config.json of a published model of this type",
+            PUBLISHED_FIX,
         ) from None
 
 
@@ -198,7 +256,7 @@ def read_config_file(path: str) -> dict[str, Any]:
     file = Path(path).expanduser()
     file = file / "config.json" if file.is_dir() else file
     given = read_json_object(file, "model.config", "give a mapping or a config.json")
-    check_numbers(given, str(file))
+    check_values(given, str(file))
     return given
 
 

@@ -25,7 +25,7 @@ from memtrain.trainers.model.heads.backbone import backbone_of
 from memtrain.trainers.model.loading.adapter_targets import check_quantized, check_targets
 from memtrain.trainers.model.loading.load import AUTO, check_config, refuse_random_in_bits
 from memtrain.trainers.model.loading.locate import built, make_config, unknown_model, unknown_type
-from memtrain.trainers.model.loading.weight_files import check_weights
+from memtrain.trainers.model.loading.weight_files import check_shapes, check_weights
 
 SPARE_POSITIONS = 16
 """Rows that a table of positions may have beyond the longest row: OPT's has two. Taste."""
@@ -98,6 +98,9 @@ def check_model(model: Model, config: Mapping[str, Any], head: str = "lm") -> No
     folder = Path(model.path).expanduser() if model.path is not None else None
     if folder is not None and (folder / "config.json").is_file():
         check_weights(folder)
+        if not model.add_tokens:  # `config` has rows for them, and the files have not
+            wanted = _without_data(_key(config), head).state_dict()
+            check_shapes(folder, {name: weight.shape for name, weight in wanted.items()})
 
 
 def counted_shape(

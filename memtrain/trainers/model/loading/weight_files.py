@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,6 +54,27 @@ def check_weights(folder: Path, key: str = "model.path") -> None:
             "only safetensors files are read; convert them with save_pretrained",
         )
     raise LaunchError(f"{folder} has no {SINGLE} and no {INDEX}", key, AGAIN)
+
+
+def check_shapes(folder: Path, wanted: Mapping[str, Sequence[int]], key: str = "model.path") -> None:
+    """Refuse weights of another shape than the configuration's, by their `wanted` shapes.
+
+    Headers alone are read, and names that the files do not have are passed over. Raises: LaunchError.
+    """
+    files = [folder / SINGLE] if (folder / SINGLE).exists() else sorted(folder.glob("*.safetensors"))
+    apart = [
+        f"{name} ({held['shape']} in its files, {list(wanted[name])} by its config.json)"
+        for file in files
+        for name, held in sorted(header_of(file, key).items())
+        if name in wanted and list(held["shape"]) != list(wanted[name])
+    ]
+    if apart:
+        more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
+        raise LaunchError(
+            f"{folder} has weights of another shape for {', '.join(apart[:3])}{more}",
+            f"{folder / 'config.json'}",
+            "take the config.json and the weights of one and the same model",
+        )
 
 
 def index_of(folder: Path, key: str = "model.path") -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memtrain.errors import LaunchError
+from memtrain.errors import LaunchError, MemtrainError
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.model import Adapter, Model
 from memtrain.trainers.model.loading import load, quantize
@@ -172,7 +172,7 @@ def test_pickled_weights_are_refused(tmp_path):
 def test_a_model_needing_code_from_the_hub_is_refused(tmp_path):
     config = {"model_type": "their_own", "auto_map": {"AutoConfig": "config.Theirs"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "no code from the hub" in refused(Model(path=str(tmp_path)))
+    assert "comes with its own code" in refused(Model(path=str(tmp_path)))
 
 
 def test_a_folder_that_is_not_there_is_said_at_once():
@@ -230,6 +230,14 @@ def test_a_model_does_not_choose_code_of_the_hub(asked: dict[str, Any], tmp_path
         ({"hidden_size": 0}, "hidden_size: 0"),
         ({"layer_types": 5}, "layer_types"),
         ({"dtype": "float1"}, "float1"),
+        ({"attention_bias": None}, "config has attention_bias: null"),
+        ({"use_cache": "yes"}, 'config has use_cache: "yes"'),
+        ({"id2label": {"a": "b"}}, 'config has id2label: {"a": "b"}'),
+        ({"text_config": {}}, "config has text_config: {}"),
+        ({"model_type": "no_such_model"}, "does not know no_such_model models"),
+        ({"max_position_embeddings": 0}, "config has max_position_embeddings: 0"),
+        ({"num_hidden_layers": 1}, "weights of more layers than its config.json"),
+        ({"intermediate_size": 64}, "weights of another shape"),
     ],
 )
 def test_a_saved_configuration_that_no_model_has_is_reported_with_its_cause(
@@ -239,12 +247,24 @@ def test_a_saved_configuration_that_no_model_has_is_reported_with_its_cause(
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     assert said in refused(Model(path=str(tmp_path)))
+    # The tokenizer of the folder is not blamed for it: transformers reads the configuration first.
+    from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer, tiny_tokenizer
+
+    for file in tiny_tokenizer.FOLDER.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    found = ""
+    try:
+        load_tokenizer(str(tmp_path))
+    except MemtrainError as error:
+        found = error.faults[0].what
+    assert "tokenizer" not in found
 
 
-def test_a_model_that_wants_tuples_back_is_read_as_any_other(tmp_path):
+@pytest.mark.parametrize("asked", ["return_dict", "output_attentions", "output_hidden_states"])
+def test_a_model_that_wants_other_outputs_is_read_as_any_other(asked: str, tmp_path):
     load_model(small(), SETTINGS, seed=0, vocab_size=64).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"return_dict": False}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {asked: asked != "return_dict"}))
     model = load_model(Model(path=str(tmp_path)), SETTINGS, seed=0, vocab_size=64)
     assert model(input_ids=torch.tensor([[1, 2]])).logits.shape == (1, 2, 64)
 
@@ -298,6 +318,8 @@ def test_a_model_that_cannot_be_built_or_read_is_refused_by_its_plan(tmp_path):
         check_model(named, {"model_type": "t5"})
     with pytest.raises(LaunchError, match="quantized already"):
         check_model(named, config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    with pytest.raises(LaunchError, match="weights of another shape"):
+        check_model(named, config | {"intermediate_size": 64})
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
     with pytest.raises(LaunchError, match="cut off"):
