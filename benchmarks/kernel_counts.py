@@ -39,10 +39,11 @@ from memtrain.memory.planner.resolve import resolve
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.trainers.batches.tensors import with_tensors
-from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs, OperatorTape
+from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs
 from memtrain.trainers.online.generation.decoding import Decoder
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
 from memtrain.trainers.online.generation.protocol import Group, Sampling
+from memtrain.trainers.runtime.operator_tape import OperatorTape
 from memtrain.trainers.tools.trace.fake_cuda import replaced
 from memtrain.trainers.tools.trace.fake_model import fakeify
 from memtrain.trainers.tools.trace.liger import as_fake_liger

@@ -8,8 +8,9 @@ import torch
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build.components import build
 from memtrain.trainers.online.generation.backend import build_sampler, sampling_of
-from memtrain.trainers.online.generation.decode_graphs import CudaGraphs, DecodeGraphs
+from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs
 from memtrain.trainers.online.generation.protocol import Group
+from memtrain.trainers.runtime.cuda_graphs import CudaGraphs
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from memtrain.trainers.losses.head.linear_liger import liger_nll
 from memtrain.trainers.losses.head.linear_nll import NllOptions
 from memtrain.trainers.losses.head.products import sums_half_in_fp32
 from memtrain.trainers.model.loading.load import load_model
-from memtrain.trainers.model.streamed.random_state import random_states
+from memtrain.trainers.runtime.random_states import random_states
 from memtrain.trainers.runtime.seed import random_state, restore_random_state, seed_everything
 
 pytestmark = pytest.mark.gpu

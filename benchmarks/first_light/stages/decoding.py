@@ -22,7 +22,9 @@ def per_token(bench: Bench, size: str, rows: int) -> dict[str, Any]:
     from memtrain.trainers.build.components import build
     from memtrain.trainers.build.engine import make_accelerator
     from memtrain.trainers.online.generation.backend import build_sampler
-    from memtrain.trainers.online.generation.decode_graphs import CudaGraphs, DecodeGraphs, OperatorTape
+    from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs
+    from memtrain.trainers.runtime.cuda_graphs import CudaGraphs
+    from memtrain.trainers.runtime.operator_tape import OperatorTape
 
     rows = max(COUNT, rows // 8) if bench.stand_in else rows
     prompt = bench.tokens(256)

@@ -8,15 +8,17 @@ them forgets `every` and the offloader.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memtrain.errors import LaunchError
+from memtrain.trainers.runtime.random_states import RandomStates, random_states, restored
 
 Run = Callable[..., Any]
 """`run(layer, *inputs)` computes the layer in the forward pass, and decides the kept tensors."""
@@ -29,7 +31,35 @@ def recompute(layer: Callable[..., Any], *inputs: Any) -> Any:
 
     Source: Chen et al. 2016, arXiv:1604.06174, section 4.1.
     """
-    return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=True)
+    first = next((one for one in inputs if isinstance(one, Tensor)), None)
+    again = _Again(torch.device("cpu") if first is None else first.device)
+    return checkpoint(
+        layer, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=again.contexts
+    )
+
+
+class _Again:
+    """The random states that a layer began with. Ours, and not torch's, so that a recording notes them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states: RandomStates | None = None
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Contexts of the forward pass and of the second one."""
+        return self._noted(), self._drawn()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        self._states = random_states(self._device)
+        yield
+
+    @contextmanager
+    def _drawn(self) -> Iterator[None]:
+        assert self._states is not None, "The first pass comes before."
+        with restored(self._device, is_on=True):
+            self._states.restore()
+            yield
 
 
 def recompute_undrawn(layer: Callable[..., Any], *inputs: Any) -> Any:
@@ -57,6 +87,22 @@ def _names_drawing(config: Mapping[Any, Any]) -> bool:
         if ("drop" in name or "jitter" in name) and isinstance(value, int | float) and value > 0:
             return True
     return False
+
+
+DRAWN_BY = ("attention_dropout", "dropout_p", "jitter_noise", "router_jitter_noise")
+"""Attributes of transformers' modules that draw without a module of their own."""
+
+
+def drops(layer: nn.Module) -> bool:
+    """Whether a pass over `layer` draws random numbers now."""
+    return any(one.training and _draws(one) for one in layer.modules())
+
+
+def _draws(module: nn.Module) -> bool:
+    if isinstance(module, nn.Dropout):
+        return module.p > 0
+    found = (getattr(module, name, 0) for name in DRAWN_BY)
+    return any(isinstance(one, int | float) and one > 0 for one in found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,14 +26,15 @@ from torch.autograd.graph import get_gradient_edge
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.attention.row_layout import Layout
 from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout
+from memtrain.trainers.model.offload.checkpointing import drops
 from memtrain.trainers.model.streamed.layer_keys import KeysKnown, LayerKeys, SliceLayout
 from memtrain.trainers.model.streamed.layer_weights import Turn
-from memtrain.trainers.model.streamed.random_state import drops, own_states, random_states, restored
 from memtrain.trainers.model.streamed.row_angles import RowAngles
 from memtrain.trainers.model.streamed.row_pass import RowPass
 from memtrain.trainers.model.streamed.row_slices import RowSlice
 from memtrain.trainers.model.streamed.weight_sums import WeightSums, trained_weights
 from memtrain.trainers.model.streamed.wide_products import HALF, wide_products
+from memtrain.trainers.runtime.random_states import RandomStates, own_states, random_states, restored
 
 TOKENS_AT = {"position_ids": -1, "position_embeddings": -2}
 """The axis on which each argument of a layer has the row's tokens."""
@@ -56,7 +57,7 @@ class LayerPass:
     """Arguments without a name, of a row in one piece."""
     turn: Turn | None = None
     """The layer's number among layers whose weights live on the host."""
-    states: list[Any] = field(default_factory=list[Any])
+    states: list[RandomStates] = field(default_factory=list[RandomStates])
     """The random state that each slice began with; empty where nothing is dropped."""
     is_first_of_many: bool = False
     """The layer returns a tuple with its hidden states."""

@@ -17,7 +17,7 @@ from memtrain.memory.rules.attention import AttentionBackend, model_facts
 from memtrain.trainers.build.components import Built, longest_row
 from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.heads.lm_head import Scorer
-from memtrain.trainers.online.generation.decode_graphs import CudaGraphs, DecodeGraphs
+from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs
 from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.lockstep import Lockstep
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
@@ -25,6 +25,7 @@ from memtrain.trainers.online.generation.protocol import Sampler, Sampling
 from memtrain.trainers.online.generation.start_check import LONGEST, StartCheck, check_groups
 from memtrain.trainers.online.generation.transformers_sampler import FORMS, Form, TransformersSampler
 from memtrain.trainers.online.vllm.open import open_engine
+from memtrain.trainers.runtime.cuda_graphs import CudaGraphs
 from memtrain.trainers.runtime.ranks import Ranks
 
 Ints = NDArray[np.int64]

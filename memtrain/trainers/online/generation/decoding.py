@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.experts.router_replay import OWN, RouterReplay
 from memtrain.trainers.model.offload.weights import compute_device
-from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs, Run
+from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs
 from memtrain.trainers.online.generation.forward import write_tokens
 from memtrain.trainers.online.generation.kv_cache import KVCache, RowPositions, Widths, row_positions
 from memtrain.trainers.online.generation.protocol import Sampling
 from memtrain.trainers.online.generation.token_sampling import choose
+from memtrain.trainers.runtime.cuda_graphs import Run
 
 LEAST_WIDTH = 16
 """Fewest places or rows that a recording is made for, where there are so many. Taste."""

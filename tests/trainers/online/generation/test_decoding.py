@@ -9,10 +9,12 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
-from memtrain.trainers.online.generation.decode_graphs import CudaGraphs, DecodeGraphs, OperatorTape
+from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs
 from memtrain.trainers.online.generation.decoding import Decoder
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
 from memtrain.trainers.online.generation.protocol import Group, Sample, Sampling
+from memtrain.trainers.runtime.cuda_graphs import CudaGraphs
+from memtrain.trainers.runtime.operator_tape import OperatorTape
 
 PROMPTS = [(5, 9, 2, 11), (3,), (7, 7, 1, 30, 8, 2, 90), (14, 6), tuple(range(20, 43))]
 STOPS = tuple(range(5, 128, 17))
@@ -184,6 +186,9 @@ class Generator:
     """The generator of a device: after a broken capture only a copy of its state can be drawn from."""
 
     state = "waits for a capture"
+
+    def get_offset(self):
+        return 0
 
     def clone_state(self):
         return "a copy"

@@ -21,7 +21,7 @@ from memtrain.trainers.build.components import build
 from memtrain.trainers.build.engine import make_accelerator
 from memtrain.trainers.online.generation import native_sampler
 from memtrain.trainers.online.generation.backend import OwnSampler
-from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs, OperatorTape
+from memtrain.trainers.online.generation.decode_graphs import DecodeGraphs
 from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.kv_cache import KVCache
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
@@ -30,6 +30,7 @@ from memtrain.trainers.online.generation.start_check import StartCheck, check_gr
 from memtrain.trainers.online.generation.transformers_sampler import FORMS, Form, TransformersSampler
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.online.vllm.weight_check import furthest
+from memtrain.trainers.runtime.operator_tape import OperatorTape
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.tools.verify.fixed_rollout import Rollouts, online_source
 

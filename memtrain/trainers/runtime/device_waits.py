@@ -1,0 +1,47 @@
+"""Operators for which the host waits for the device, or whose result's shape depends on numbers there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+READS = {
+    "_local_scalar_dense": "reads a number",
+    "item": "reads a number",
+    "is_nonzero": "reads a number",
+    "equal": "reads whether two tensors are equal",
+    "allclose": "reads whether two tensors are close",
+    "bincount": "reads the largest number",
+    "nonzero": "reads how many numbers are not 0",
+    "argwhere": "reads how many numbers are not 0",
+    "masked_select": "reads how many numbers are chosen",
+    "_unique": "reads how many numbers differ",
+    "_unique2": "reads how many numbers differ",
+    "unique_dim": "reads how many numbers differ",
+    "unique_consecutive": "reads how many numbers differ",
+    "unique_dim_consecutive": "reads how many numbers differ",
+}
+"""What the host waits for, by an operator's name."""
+INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+
+
+def wait_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why the host waits for an operator, or for one that makes its result's shape; empty where it does not.
+
+    Copies between host and device are not among them: on a CPU there are none to see.
+    """
+    name = func._schema.name.partition("::")[2]
+    if name in READS:
+        return READS[name]
+    if name == "repeat_interleave" and func is aten.repeat_interleave.Tensor:
+        return "" if kwargs.get("output_size") is not None else "reads how many repetitions there are"
+    if name in INDEXED and any(_is_mask(one) for one in args[1]):
+        return "reads how many numbers a mask chooses"
+    return ""
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
