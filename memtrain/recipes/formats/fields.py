@@ -84,6 +84,15 @@ OTHER_COLUMN = "correct the value, or map the field to another column with data.
 AS_TEXT = "give the content as a string, or as parts of type text; remove other parts"
 
 
+class TableRow(dict[str, Any]):
+    """A row of a table as a JSON file would hold it: without the null keys that Arrow gives to structs."""
+
+    def __init__(self, row: Row, held: Row) -> None:
+        super().__init__(row)
+        self.held = dict(held)
+        """The columns in which keys were left out, with these: null each."""
+
+
 class BadRow(ValueError):
     """A row that cannot be used: the fault, and the mend."""
 

@@ -17,6 +17,7 @@ from memtrain.recipes.formats.fields import (
     Messages,
     Names,
     Row,
+    TableRow,
     Tool,
     text_or_messages_at,
 )
@@ -46,7 +47,8 @@ class Prompt(Example):
 def parse(row: Row, names: Names) -> Prompt:
     """The prompt of a row, with every other column that has a JSON form; dates and decimals become text.
 
-    A column without one (bytes) is left out: `unused_columns` names it.
+    A column without one (bytes) is left out: `unused_columns` names it. Columns of a table keep the nulls of
+    its structs here: a reward finds the keys that it finds with `datasets`.
     Raises: BadRow when the prompt is missing or empty, or a column holds half a character.
     """
     prompt = text_or_messages_at(row, names.prompt)
@@ -55,7 +57,8 @@ def parse(row: Row, names: Names) -> Prompt:
     given = template_kwargs_at(row)
     taken = (names.prompt, names.tools, TEMPLATE_KWARGS)
     columns: dict[str, Any] = {}
-    for column, value in row.items():
+    whole = row.held if isinstance(row, TableRow) else {}
+    for column, value in {**row, **whole}.items():
         if column not in taken:
             with suppress(TypeError):
                 columns[text_of(column)] = json_form(value)

@@ -22,6 +22,8 @@ from memtrain.trainers.data.sources.folders import files_in, folders_among, unre
 from memtrain.trainers.data.sources.hub import hub_faults, loading_from_hub
 from memtrain.trainers.data.sources.packed import Digest
 from memtrain.trainers.data.sources.readers import READERS, TEXT, Line, ending, read_file
+from memtrain.trainers.data.sources.tables import ROWS_AT_ONCE as TABLE_ROWS
+from memtrain.trainers.data.sources.tables import table_rows
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 SHUFFLED_ROWS = 10_000
@@ -205,7 +207,7 @@ def hub_stream(source: Source) -> Stream:
         loaded: Any = load_dataset(source.source, source.name, split=source.split, revision=source.revision)
     return Stream(
         f"hub:{source.source}",
-        lambda: ((number, dict(row)) for number, row in enumerate(loaded, start=1)),
+        lambda: table_rows(loaded.with_format("arrow").iter(batch_size=TABLE_ROWS)),
         lambda: f"hub:{source.source}:{source.split}:{loaded._fingerprint}",
     )
 
@@ -227,7 +229,7 @@ def hub_streamed(source: Source) -> Stream:
 
     def read(rows: Any = loaded) -> Iterator[Line]:
         with hub_faults(source):
-            yield from ((number, dict(row)) for number, row in enumerate(rows, start=1))
+            yield from table_rows(rows.with_format("arrow").iter(batch_size=TABLE_ROWS))
 
     def take(limit: int, seed: int) -> Iterator[Line]:
         return read(loaded.shuffle(seed=seed, buffer_size=SHUFFLED_ROWS).take(limit))

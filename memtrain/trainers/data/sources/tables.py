@@ -1,20 +1,29 @@
-"""Parquet and Arrow files to rows, a few at a time; a damaged file, or a value Python cannot hold, is told.
+"""Tables (Parquet and Arrow files, datasets of the hub) to the rows that a JSON file would hold.
 
-No torch here.
+Arrow gives every struct of a column the keys of all of them, null where a row had no such key. A JSON row has
+no such keys: they are left out, in structs at any depth, and the row says of which columns (`TableRow.held`),
+for a null that was written is the same bytes. Nulls of a column, of a list, of a map, and in JSON text were
+written, and stay. Columns of type JSON (Arrow's, and `Json` of `datasets`) become the values of their texts.
+A damaged file, or a value that Python cannot hold, is told. No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from memtrain.errors import DataError, first_line_of
-from memtrain.recipes.formats.fields import BadRow, Row
-from memtrain.recipes.formats.json_text import MAX_DEPTH
+from memtrain.recipes.formats.fields import BadRow, Row, TableRow
+from memtrain.recipes.formats.json_text import MAX_DEPTH, json_at, read_json
 
 Line = tuple[int, Row | BadRow]
+Fix = Callable[[Any], Any]
+"""Turns a value of a column, as Arrow gives it, into the one that JSON would hold."""
+LISTS = re.compile(r"^(large_|fixed_size_)?list(_view)?<|^large_list_view<")
+"""Arrow's types of lists, as it writes them."""
 ROWS_AT_ONCE = 256
 """Rows of a table turned into Python at a time."""
 
@@ -92,21 +101,121 @@ def check_schema(schema: Any) -> None:
 
 
 def table_rows(batches: Iterable[Any]) -> Iterator[Line]:
-    """Rows of Arrow record batches, numbered from 1."""
-    number = 0
+    """Rows of Arrow record batches (or tables), numbered from 1."""
+    number, columns, schema = 0, dict[str, Column](), None
     for batch in batches:
+        if schema is None or not schema.equals(batch.schema, check_metadata=True):
+            schema = batch.schema
+            columns = columns_of(schema)
         for start in range(0, batch.num_rows, ROWS_AT_ONCE):
             some = batch.slice(start, ROWS_AT_ONCE)
             for row in rows_of(some):
                 number += 1
-                yield number, row
+                yield number, as_in_json(row, columns)
+
+
+class Column:
+    """Turns the values of a column, as Arrow gives them, into those that JSON would hold."""
+
+    def __init__(self, name: str, kind: Any, feature: Any) -> None:
+        self.name = name
+        self.num_left_out = 0
+        """Nulls of structs that were left out so far."""
+        self._keeps_nulls = False
+        self.fix = self._fix_of(kind, feature)
+        """What is done to a value that is not null; None where nothing is."""
+
+    def values(self, value: Any) -> tuple[Any, Any]:
+        """(the value as in JSON, the same with the nulls of its structs)."""
+        before = self.num_left_out
+        made = _fixed(value, self.fix)
+        if self.num_left_out == before:
+            return made, made
+        self._keeps_nulls = True
+        held = _fixed(value, self.fix)
+        self._keeps_nulls = False
+        return made, held
+
+    def _fix_of(self, kind: Any, feature: Any) -> Fix | None:
+        """What is done to values of an Arrow type; `feature`: that of `datasets`, where there is one."""
+        import pyarrow as pa
+
+        if str(kind) == "extension<arrow.json>" or _inner(feature, "_type") == "Json":
+            return None if _inner(feature, "decode") is False else lambda text: json_at(text, self.name)
+        if isinstance(kind, pa.BaseExtensionType):
+            return self._fix_of(kind.storage_type, feature)
+        if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+            return self._fix_of(kind.value_type, feature)
+        if pa.types.is_struct(kind):
+            return self._fix_of_struct([kind.field(at) for at in range(kind.num_fields)], feature)
+        if pa.types.is_map(kind):
+            of_value = self._fix_of(kind.item_type, None)
+            return of_value and (lambda given: {key: _fixed(one, of_value) for key, one in given.items()})
+        if LISTS.search(str(kind)):
+            of_item = self._fix_of(kind.value_type, _inner(feature, "feature"))
+            return of_item and (lambda given: [_fixed(one, of_item) for one in given])
+        return None
+
+    def _fix_of_struct(self, fields: Sequence[Any], feature: Any) -> Fix:
+        inner = {one.name: self._fix_of(one.type, _inner(feature, one.name)) for one in fields}
+
+        def fix(given: Mapping[str, Any]) -> dict[str, Any]:
+            made = {
+                key: _fixed(one, inner[key])
+                for key, one in given.items()
+                if one is not None or self._keeps_nulls
+            }
+            self.num_left_out += len(given) - len(made)
+            return made
+
+        return fix
+
+
+def columns_of(schema: Any) -> dict[str, Column]:
+    """The columns of which values are other ones in JSON.
+
+    Raises: ValueError where the metadata of `datasets` are no JSON.
+    """
+    try:
+        about = read_json((schema.metadata or {}).get(b"huggingface", b"{}").decode())
+    except BadRow as wrong:
+        raise ValueError(f"its metadata of datasets (key huggingface): {wrong.what}") from None
+    features = _inner(_inner(about, "info"), "features")
+    columns = [Column(one.name, one.type, _inner(features, one.name)) for one in schema]
+    return {column.name: column for column in columns if column.fix is not None}
+
+
+def _inner(feature: Any, name: str) -> Any:
+    """A part of a feature of `datasets`; a list of one feature is its older form of a list."""
+    if isinstance(feature, list) and name == "feature":
+        return cast(list[Any], feature)[0] if feature else None
+    return cast(Mapping[str, Any], feature).get(name) if isinstance(feature, Mapping) else None
+
+
+def _fixed(value: Any, fix: Fix | None) -> Any:
+    return value if value is None or fix is None else fix(value)
+
+
+def as_in_json(row: Row | BadRow, columns: Mapping[str, Column]) -> Row | BadRow:
+    """The row as a JSON file would hold it; a BadRow where the text of a column of type JSON is none."""
+    if isinstance(row, BadRow) or not columns:
+        return row
+    made, held = dict(row), dict[str, Any]()
+    try:
+        for name, column in columns.items():
+            made[name], whole = column.values(row[name])
+            if whole is not made[name]:
+                held[name] = whole
+    except BadRow as wrong:
+        return wrong
+    return TableRow(made, held) if held else made
 
 
 def rows_of(batch: Any) -> list[Row | BadRow]:
     """The rows of a batch; a value that Python cannot hold makes its row a BadRow."""
     try:
-        return batch.to_pylist()
-    except (ValueError, TypeError, OverflowError):
+        return batch.to_pylist(maps_as_pydicts="strict")
+    except (ValueError, TypeError, OverflowError, KeyError):
         return [row_at(batch, at) for at in range(batch.num_rows)]
 
 
@@ -114,14 +223,14 @@ def row_at(batch: Any, at: int) -> Row | BadRow:
     """A row, column by column."""
     row: dict[str, Any] = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        read: Callable[[], Any] = column[at].as_py
+        read: Callable[..., Any] = column[at].as_py
         try:
-            row[name] = read()
+            row[name] = read(maps_as_pydicts="strict")
         except UnicodeDecodeError as error:
             byte = error.object[error.start]
             what = f"column '{name}' is not UTF-8: byte 0x{byte:02x} at position {error.start}"
             return BadRow(what, "write the column as UTF-8, or as bytes")
-        except (ValueError, TypeError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError, KeyError) as error:
             return BadRow(
                 f"column '{name}' ({column.type}) cannot be read: {first_line_of(error)}",
                 "write it as a string",

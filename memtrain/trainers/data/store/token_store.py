@@ -33,8 +33,8 @@ from memtrain.recipes.sections.base import Section
 from memtrain.trainers.data.sources.splits import HAS_PROMPTS, Hashes, span_hashes
 from memtrain.trainers.data.store.blocks import BLOCK_BYTES, CheckedFile, SummedFile, Sums
 
-VERSION = 3
-"""Of the layout. A store of another version is made again."""
+VERSION = 4
+"""Of the layout, and of how files become rows. A store of another version is made again."""
 META_FILE = "meta.json"
 SUMS_FILE = "sums.bin"
 

@@ -20,6 +20,7 @@ from memtrain.recipes.formats.fields import (
     Messages,
     Names,
     Row,
+    TableRow,
     shown,
 )
 from memtrain.recipes.formats.prompt import Prompt
@@ -31,6 +32,8 @@ Render = Callable[[Example], Sequence[str]]
 
 OWN = "memtrain:"
 """Begin of the keys that memtrain itself puts into a message."""
+EMPTY_KEYS = "the keys without a value of column "
+"""Begin of what a table's row has lost: it is told apart from what the row's text lacks."""
 SPEAKS_OF_THE_PROMPT = (
     "system",
     "system_prompt",
@@ -63,6 +66,11 @@ def unused_columns(row: Row, example: Example, form: str, names: Names, kind: st
             yield f"column {shown(column)} (nor given to rewards: it is not a text, number or list)"
         elif column.lower() in SPEAKS_OF_THE_PROMPT:
             yield f"column {shown(column)} (given to rewards only)"
+    if isinstance(row, TableRow):
+        for column in used & row.held.keys():
+            is_tools = column == names.tools
+            if is_tools or _as_messages(row.held[column]) != _as_messages(row[column]):
+                yield f"{EMPTY_KEYS}{shown(column)}"
     for column in used:
         if isinstance(row.get(column), (list, tuple)):
             yield from unread_parts(row[column])
@@ -71,6 +79,16 @@ def unused_columns(row: Row, example: Example, form: str, names: Names, kind: st
 def is_empty(value: object) -> bool:
     """Whether a column holds nothing that could be missed."""
     return value is None or value == "" or value == [] or value == {}
+
+
+def _as_messages(value: Any) -> list[Any]:
+    """Messages as they are read: without their null fields, and without their contents (text alone is)."""
+    return [
+        {key: field for key, field in one.items() if field is not None and key != "content"}
+        if isinstance(one, Mapping)
+        else one
+        for one in (cast(list[Any], value) if isinstance(value, list) else [value])
+    ]
 
 
 def unread_parts(messages: Sequence[object]) -> Iterator[str]:
@@ -154,6 +172,14 @@ def _is_same(texts: Sequence[str], render: Render, example: Example, changes: Ma
 
 def unrendered_words(counts: Mapping[str, int], num_rows: int) -> Iterator[str]:
     """A sentence that names the fields and how many of `num_rows` rows have them; none without any."""
+    keys = {name: count for name, count in counts.items() if name.startswith(EMPTY_KEYS)}
+    if keys:
+        parts = [f"{name} ({share_words(keys[name], num_rows)})" for name in sorted(keys)]
+        yield (
+            f"not read, {', '.join(parts)}: a table gives every row the keys of all rows, and cannot say "
+            "which of them were written; write the column as JSON text to keep those"
+        )
+    counts = {name: count for name, count in counts.items() if name not in keys}
     if not counts:
         return
     order = sorted(counts, key=lambda name: (name.startswith("column"), -counts[name], name))
