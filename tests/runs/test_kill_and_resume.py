@@ -99,7 +99,7 @@ def test_ten_killed_runs_move_no_bit(runs, metrics, curve_of, whole, taken_s, se
         pytest.param("memtrain.trainers.loop.finish.write_card", marks=pytest.mark.slow),
         pytest.param("memtrain.trainers.run_folder.report.final_status.write_report", marks=pytest.mark.slow),
         pytest.param("memtrain.trainers.loop.exit_status.record_end", marks=pytest.mark.slow),
-        "memtrain.trainers.model.loading.save.shutil.rmtree",
+        "memtrain.trainers.model.loading.save.put_in_place",
     ],
 )
 def test_a_kill_at_a_delicate_moment_moves_no_bit(runs, metrics, curve_of, monkeypatch, whole, moment: str):

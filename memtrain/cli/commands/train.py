@@ -107,6 +107,7 @@ def run_recipe(
     from memtrain.cli.plan.check_rewards import check_rewards
     from memtrain.cli.plan.make_plan import make_plan, run_folder_of
     from memtrain.cli.plan.recipe_lines import at_their_lines
+    from memtrain.trainers.checkpoints.final_model import refuse_foreign_final
     from memtrain.trainers.checkpoints.run_state import is_over, lost_model
     from memtrain.trainers.run_folder.folder import RunFolder
     from memtrain.trainers.runtime.atomic_files import disk_fault
@@ -127,10 +128,12 @@ def run_recipe(
             print_text(
                 f"The run is finished, but {whole(folder.final)} is incomplete ({lost}); it is written again."
             )
+        refuse_foreign_final(folder)
         print_plan(planned)
         try:
-            folder.recipe.write_text(recipe_yaml(plan))
+            # The plan first: by it a run folder is known as one.
             plan.write(folder.path)
+            folder.recipe.write_text(recipe_yaml(plan))
             script = write_files(plan, folder.path)
         except OSError as error:
             raise disk_fault(error, "the plan cannot be written", folder.path) from None

@@ -40,12 +40,15 @@ class Submission:
 
         Raises: LaunchError when a run folder cannot be written, or is in use.
         """
+        from memtrain.trainers.checkpoints.final_model import refuse_foreign_final
+
         for planned, run in zip(self.planned, self.job.runs, strict=True):
             folder = RunFolder(run)
             _release(folder)
             with folder.open_for_run():
-                folder.recipe.write_text(recipe_yaml(planned.plan))
+                refuse_foreign_final(folder)
                 planned.plan.write(run)
+                folder.recipe.write_text(recipe_yaml(planned.plan))
         self.job.logs.mkdir(parents=True, exist_ok=True)
         self.job.script.write_text(sbatch_text(self.job))
 

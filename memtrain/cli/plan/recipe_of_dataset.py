@@ -48,7 +48,8 @@ def write_recipe(method: str | None, dataset: str, model: str, overrides: Sequen
     if is_there:
         return path
     if path.exists():
-        path.replace(kept := f"{path}.bak")
+        names = (f"{path}.bak", *(f"{path}.bak-{number}" for number in range(2, 1000)))
+        path.replace(kept := next(name for name in names if not Path(name).exists()))
         print_text(f"{path} was written before, and no run used it: it is kept as {kept}.")
     path.write_text(f"{header}\n{body}", encoding="utf-8")
     return path

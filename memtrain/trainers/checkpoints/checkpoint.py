@@ -3,14 +3,14 @@
 A checkpoint is written under a name that is never picked up, synced, and renamed when it is whole. A kill
 or a full disk at any byte leaves the ones before it as they were. Names in `checkpoints/`: `step-000123` is
 complete; `.tmp-` is being written; `.gone-` is being removed; `.old-` makes way for one of the same step.
+What memtrain did not write there (`written_in`) stays.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,14 @@ from memtrain.trainers.checkpoints.manifest import (
 )
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.runtime.atomic_files import disk_fault, sync_file, sync_folder, write_whole
+from memtrain.trainers.runtime.own_trees import (
+    NotOurs,
+    foreign_in,
+    named,
+    put_in_place,
+    remove_half_written,
+    remove_tree,
+)
 from memtrain.trainers.runtime.parallel_write import NUM_THREADS
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.threads import do_all
@@ -94,8 +102,9 @@ def best_complete(folder: RunFolder, metric: str = "") -> Found:
 
 def left_checkpoints(folder: RunFolder) -> list[Path]:
     """Checkpoints that a kill left half-written, half-removed, or beside a checkpoint in their place."""
-    asides = [path for path in folder.checkpoints.glob(".old-*") if _home_of(path).exists()]
-    return sorted([*asides, *folder.checkpoints.glob(".tmp-*"), *folder.checkpoints.glob(".gone-*")])
+    asides = [path for path in folder.checkpoints.glob(".old-step-*") if _home_of(path).exists()]
+    half = [*folder.checkpoints.glob(".tmp-step-*"), *folder.checkpoints.glob(".gone-step-*")]
+    return sorted([*asides, *half])
 
 
 def _home_of(aside: Path) -> Path:
@@ -105,19 +114,19 @@ def _home_of(aside: Path) -> Path:
 def mend_checkpoints(folder: RunFolder) -> None:
     """Remove half-written or half-removed folders of a kill, and put back folders left aside.
 
-    Raises: LaunchError when the disk refuses.
+    Raises: LaunchError when the disk refuses, or memtrain did not write them.
     """
     with _refused(folder, "leftovers of killed processes among the checkpoints cannot be removed"):
         for left in left_checkpoints(folder):
-            shutil.rmtree(left)
-        for aside in folder.checkpoints.glob(".old-*"):
+            remove_tree(left)
+        for aside in folder.checkpoints.glob(".old-step-*"):
             aside.rename(_home_of(aside))
 
 
 def remove_checkpoints(folder: RunFolder) -> None:
     """Remove every checkpoint: the run begins anew, and a kill must not go back to its old course.
 
-    Raises: LaunchError when the disk refuses.
+    Raises: LaunchError when the disk refuses, or one holds what memtrain did not write.
     """
     with _refused(folder, "the checkpoints of the earlier run cannot be removed"):
         for path in complete_steps(folder.checkpoints).values():
@@ -199,7 +208,9 @@ class Save:
     def finish(self, entries: Iterable[FileEntry]) -> None:
         """Name the new checkpoint, and remove the ones no longer kept; main rank only."""
         files = tuple(sorted(entries, key=lambda entry: entry.name))
-        _finish(self.unfinished, self.target, Manifest(facts=self.facts, files=files).sealed())
+        kept = _finish(self.unfinished, self.target, Manifest(facts=self.facts, files=files).sealed())
+        if kept is not None:
+            self.left.append(f"{self.target.name} held what memtrain did not write: that is {kept.name} now")
         self.left.extend(_prune(self.folder.checkpoints, self.facts, self.keep, self.keep_best))
 
     def fault(self, error: OSError) -> LaunchError:
@@ -260,7 +271,7 @@ def agree(save: Save, faults: Iterable[tuple[Fault, ...] | None], ranks: Ranks) 
     if not known:
         return
     if ranks.is_main:
-        shutil.rmtree(save.unfinished, ignore_errors=True)
+        remove_half_written(save.unfinished)
     raise LaunchError(list(known[0]))
 
 
@@ -273,10 +284,15 @@ def _files_of(part: Path) -> Iterator[Path]:
     yield from part.parent.glob(f"{part.name}.*")
 
 
-def _finish(unfinished: Path, target: Path, manifest: Manifest) -> None:
+def _finish(unfinished: Path, target: Path, manifest: Manifest) -> Path | None:
+    """Name a checkpoint; what stood in its place and is not ours is set aside, under the name returned."""
     write_whole(unfinished / MANIFEST_FILE, manifest.model_dump_json(indent=1) + "\n")
     for folder in (path for path in unfinished.rglob("*") if path.is_dir()):
         sync_folder(folder)
+    if foreign_in(target, written_in(target)):
+        kept = put_in_place(unfinished, target, is_ours=False)
+        sync_folder(target.parent)
+        return kept
     aside = target.with_name(f".old-{target.name}")
     if target.exists():
         target.rename(aside)
@@ -284,7 +300,22 @@ def _finish(unfinished: Path, target: Path, manifest: Manifest) -> None:
     sync_folder(target.parent)
     if aside.exists():
         # A file of it that somebody reads over NFS stays until it is closed: the next save removes it.
-        shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError):
+            remove_tree(aside)
+    return None
+
+
+def written_in(path: Path) -> set[str]:
+    """Files of a checkpoint that memtrain wrote, as paths below it: those of its manifest, with this.
+
+    A manifest that cannot be read, but is there, does not tell them: all files are taken as written.
+    """
+    if path.is_symlink() or not (path / MANIFEST_FILE).is_file():
+        return set()
+    try:
+        return {MANIFEST_FILE, *(entry.name for entry in read_manifest(path).files)}
+    except ValueError:
+        return {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_symlink()}
 
 
 def _prune(checkpoints: Path, newest: CheckpointFacts, keep: int, keep_best: bool) -> list[str]:
@@ -306,11 +337,13 @@ def _prune(checkpoints: Path, newest: CheckpointFacts, keep: int, keep_best: boo
 
 
 def _remove(path: Path) -> None:
-    """Raises: OSError when it may not be removed: the rest of it keeps its name."""
+    """Raises: OSError when it may not be removed: the rest of it keeps its name; NotOurs."""
+    if foreign := foreign_in(path, written_in(path)):
+        raise NotOurs(f"it holds what memtrain did not write ({named(foreign)})", path)
     leaving = path.with_name(f".gone-{path.name}")
     path.rename(leaving)
     try:
-        shutil.rmtree(leaving)
+        remove_tree(leaving)
     except OSError:
         leaving.rename(path)
         raise

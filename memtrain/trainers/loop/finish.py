@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from memtrain.memory.hardware.peak_history import note_run
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.checkpoints.checkpoint import best_complete, step_name
-from memtrain.trainers.checkpoints.final_model import note_final
+from memtrain.trainers.checkpoints.final_model import is_ours, note_final
 from memtrain.trainers.checkpoints.manifest import facts_of, metric_of
 from memtrain.trainers.checkpoints.snapshot import WHOLE_WEIGHTS, load_weights
 from memtrain.trainers.loop.early_stopping import end_words
@@ -57,11 +58,26 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
     if run.ranks.is_main:
         # Before all else: whatever fails after this, the model is there.
         saved = folder.checkpoints / step_name(saved_step) / WHOLE_WEIGHTS
-        save_final(built.model, built.tokenizer, folder.final, state, saved=saved)
-        if isinstance(scorer, RewardScorer) and isinstance(built.train, AnswerFeed):
-            write_reading(reading_of(built.train.store.meta), folder.final)
-        if isinstance(scorer, ValueScorer):
-            save_value(scorer, built.tokenizer, folder.final, value_state)
+
+        def beside(made: Path) -> None:
+            if isinstance(scorer, RewardScorer) and isinstance(built.train, AnswerFeed):
+                write_reading(reading_of(built.train.store.meta), made)
+            if isinstance(scorer, ValueScorer):
+                save_value(scorer, built.tokenizer, made, value_state)
+            note_final(folder, facts_of(run.plan, step=run.position.step, stopped_early=is_early), made)
+
+        aside = save_final(
+            built.model,
+            built.tokenizer,
+            folder.final,
+            state,
+            saved=saved,
+            beside=beside,
+            is_ours=is_ours(folder),
+        )
+        if aside is not None:
+            text = f"final/ held what memtrain did not write, or was changed: that is {aside.name}/ now"
+            run.emit(NoteEvent(step=run.position.step, text=text))
     # Every rank writes the same words: with weights in shards no rank can do it alone.
     writes = recipe.log.final_sample and (run.ranks.is_main or built.spread.is_sharded)
     prompt, written = sample(run, built) if writes else ("", "")

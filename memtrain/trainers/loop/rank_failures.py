@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 import time
 import traceback
+from contextlib import suppress
 
 import memtrain.errors
 from memtrain.errors import Fault, Interrupted, LaunchError, MemtrainError, sayable
@@ -15,6 +16,9 @@ from memtrain.trainers.runtime.atomic_files import write_whole
 
 LAUNCHED = "MEMTRAIN_LAUNCHED"
 """Set by a launcher that reports the end of its processes itself."""
+
+WORDS = re.compile(r"rank-[-0-9]+\.json|pulse-[0-9]+|\.rank-[-0-9]+\.json\.[0-9]+\.tmp")
+"""Names of what ranks leave in `.faults`."""
 
 ECHOES = (
     "gloo/transport",
@@ -58,7 +62,11 @@ def note_fault(folder: RunFolder, rank: int, error: Exception) -> None:
 
 def clear_faults(folder: RunFolder) -> None:
     """Forget how the processes before ended."""
-    shutil.rmtree(folder.faults, ignore_errors=True)
+    with suppress(OSError):
+        for file in folder.faults.iterdir():
+            if WORDS.fullmatch(file.name):
+                file.unlink()
+        folder.faults.rmdir()
 
 
 def read_faults(folder: RunFolder) -> list[RankFault]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from memtrain.errors import LaunchError, sayable
+from memtrain.errors import OR, LaunchError, sayable
 from memtrain.recipes.sections.base import Section
 from memtrain.trainers.run_folder.litter import remove_litter
 from memtrain.trainers.run_folder.lock import Owner, RunLock, join_lock, take_lock
@@ -157,7 +157,9 @@ class RunFolder:
             raise disk_fault(error, f"the run folder {self.path} cannot be used", self.path) from None
 
     def _refuse_strangers(self) -> None:
-        """Raise LaunchError where a file stands in the place of a folder, or a folder in that of a file."""
+        """Raise LaunchError where a file stands in the place of a folder, a folder in that of a file, a link
+        in that of either; and where files of a run's names are there without a run.
+        """
         folders = (self.path, self.checkpoints, self.final, self.trackers, self.faults)
         files = (
             self.recipe,
@@ -179,6 +181,22 @@ class RunFolder:
                     where=str(path),
                     fix=f"move {path} away, or choose another run_dir",
                 )
+            if path.is_symlink() and path != self.path:
+                raise LaunchError(
+                    f"the run folder {self.path} cannot be used: {path.name} is a link to {path.readlink()}",
+                    where=str(path),
+                    fix=f"remove the link: links are not followed{OR}for another disk, let run_dir itself be "
+                    "a folder there, or a link to one",
+                )
+        strangers = [
+            path.name for path in (self.recipe, self.launch, self.metrics, self.report) if path.exists()
+        ]
+        if strangers and not self.plan.exists():
+            raise LaunchError(
+                f"{self.path} is no run folder, and a run would overwrite {' and '.join(strangers)} there",
+                where=str(self.path),
+                fix="choose another run_dir (--run-dir)",
+            )
 
     def write_status(self, state: RunState, step: int, message: str = "") -> None:
         """Write `status.json` whole.

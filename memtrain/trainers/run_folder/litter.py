@@ -7,15 +7,21 @@ in which something is only tried are named below. Checkpoints mend themselves (c
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from memtrain.trainers.run_folder.lock import ticks_of
+from memtrain.trainers.runtime.own_trees import remove_tree
 
 UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<pid>[0-9]+)\.tmp")
 TRIED = re.compile(r"\.(final-tried|rehearsal)-.+")
 """Folders in which a save or a step is tried."""
+
+WRITTEN = (
+    *("plan.json", "status.json", "metrics.jsonl", "report.html", "final.json", "slurm.txt", "lm_eval.json"),
+    *("final", "final-before", "README.md"),
+)
+"""Names that a run writes whole or not at all: half-written ones of other programs are left alone."""
 
 OTHERS = ("export", "merged")
 """Names that other commands write into a run folder, beside a run: theirs while they live."""
@@ -48,15 +54,19 @@ def remove_litter(folder: Path) -> list[Litter]:
     """
     found = litter_in(folder)
     for one in found:
-        if one.path.is_dir() and not one.path.is_symlink():
-            shutil.rmtree(one.path)
+        if one.path.is_dir():
+            remove_tree(one.path)
         else:
             one.path.unlink()
     return found
 
 
 def _is_left(path: Path) -> bool:
+    if path.is_symlink():
+        return False
     unfinished = UNFINISHED.fullmatch(path.name)
     if unfinished is None:
         return TRIED.fullmatch(path.name) is not None
-    return unfinished["name"] not in OTHERS or ticks_of(int(unfinished["pid"])) is None
+    if unfinished["name"] in OTHERS:
+        return ticks_of(int(unfinished["pid"])) is None
+    return unfinished["name"] in WRITTEN

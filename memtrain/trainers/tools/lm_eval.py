@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,11 +15,13 @@ from typing import Any, cast
 
 from memtrain.errors import LaunchError
 from memtrain.recipes.sections.evaluation import LmEval
+from memtrain.trainers.checkpoints.final_model import note_card
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.report.benchmarks import RESULT_FILE, Score, scores_of
 from memtrain.trainers.run_folder.report.model_card import write_card
 from memtrain.trainers.run_folder.report.report_html import write_report
 from memtrain.trainers.runtime.atomic_files import write_whole
+from memtrain.trainers.runtime.own_trees import remove_half_written
 from memtrain.trainers.tools.trained_model import (
     MERGED,
     TrainedModel,
@@ -130,7 +131,7 @@ def run_lm_eval(
     check_installed()
     model = beside_base_or_merged(model, emit)
     output = model.run / f".{PACKAGE}"
-    shutil.rmtree(output, ignore_errors=True)
+    remove_half_written(output)
     words = lm_eval_words(model, asked, output, device)
     emit(f"lm-evaluation-harness: {', '.join(asked.tasks)} on {model.folder}")
     log = model.run / "lm_eval.log"
@@ -148,7 +149,7 @@ def run_lm_eval(
         kept = {key: given.get(key) for key in ("results", "n-samples", "versions", "lm_eval_version")}
         write_whole(model.run / RESULT_FILE, json.dumps({"command": words, **kept}, indent=1, default=str))
     finally:
-        shutil.rmtree(output, ignore_errors=True)
+        remove_half_written(output)
     _show(RunFolder(model.run))
     return scores_of(given["results"])
 
@@ -165,3 +166,4 @@ def _show(folder: RunFolder) -> None:
     if folder.plan.is_file():
         write_report(folder)
         write_card(folder)
+        note_card(folder)

@@ -16,6 +16,7 @@ from memtrain.trainers.checkpoints import checkpoint
 from memtrain.trainers.checkpoints.checkpoint import Save, best_complete, newest_complete, save_checkpoint
 from memtrain.trainers.checkpoints.manifest import facts_of, fault_of
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.runtime import own_trees
 
 MakePlan = Callable[..., Plan]
 
@@ -170,14 +171,14 @@ def test_a_checkpoint_that_may_not_be_removed_stays_whole_and_the_run_goes_on(
 ):
     """Somebody has made it immutable, to keep it."""
     save(folder, make_plan(), 1)
-    plain = checkpoint.shutil.rmtree
+    plain = own_trees.shutil.rmtree
 
     def rmtree(path: Path, **named: object) -> None:
         if "step-000001" in str(path):
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
         plain(path, **named)
 
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(own_trees.shutil, "rmtree", rmtree)
     made = Save(folder, parts_of(2), facts_of(make_plan(), step=2), keep=1)
     save_checkpoint(made)
     assert made.left == ["step-000001 is no longer kept and cannot be removed: Operation not permitted"]
@@ -194,8 +195,32 @@ def test_what_a_kill_left_and_may_not_be_removed_is_reported(folder: RunFolder, 
     def rmtree(path: Path) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
 
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(own_trees.shutil, "rmtree", rmtree)
     with pytest.raises(
         LaunchError, match="leftovers of killed processes among the checkpoints cannot be removed"
     ):
         checkpoint.mend_checkpoints(folder)
+
+
+def test_a_folder_of_somebody_in_the_place_of_a_checkpoint_is_set_aside(
+    folder: RunFolder, make_plan: MakePlan, tmp_path: Path
+):
+    """Without a manifest, and a link: neither is emptied, by a save of the same step or by pruning."""
+    for number, name in ((2, "step-000002"), (9, "step-000009"), (3, "elsewhere")):
+        (folder.checkpoints / name).mkdir()
+        (folder.checkpoints / name / "x").write_text(str(number))
+    (folder.checkpoints / "step-000004").symlink_to(folder.checkpoints / "elsewhere")
+    left: list[str] = []
+    for step in (2, 4):
+        made = Save(folder, parts_of(step), facts_of(make_plan(), step=step), keep=1, left=left)
+        save_checkpoint(made)
+    kept = folder.checkpoints / "step-000002-before-1"
+    assert (kept / "x").read_text() == "2"
+    assert (folder.checkpoints / "step-000004-before-1").is_symlink()
+    assert (folder.checkpoints / "elsewhere" / "x").read_text() == "3"
+    assert (folder.checkpoints / "step-000009" / "x").read_text() == "9"
+    assert steps_of(folder) == [4, 9]
+    assert any("step-000009 is no longer kept and cannot be removed: it holds what" in text for text in left)
+    with pytest.raises(LaunchError, match="it holds what memtrain did not write"):
+        checkpoint.remove_checkpoints(folder)
+    assert (folder.checkpoints / "step-000009" / "x").read_text() == "9"

@@ -124,29 +124,31 @@ def test_a_stale_handle_of_a_lock_is_opened_again(tmp_path: Path, monkeypatch: p
     assert len(looks) > 1
 
 
-def test_checkpoints_may_lie_on_another_disk(tmp_path: Path, elsewhere: Path, make_plan: MakePlan):
-    """A link from the run folder: no rename leaves the disk."""
-    folder = RunFolder(tmp_path)
-    folder.checkpoints.symlink_to(elsewhere)
+def test_a_run_folder_may_lie_on_another_disk(tmp_path: Path, elsewhere: Path, make_plan: MakePlan):
+    """By a link: no rename leaves the disk."""
+    (tmp_path / "run").symlink_to(elsewhere)
+    folder = RunFolder(tmp_path / "run")
+    folder.checkpoints.mkdir()
     for step in (1, 2, 3):
         save(folder, make_plan(), step)
     assert steps_of(folder) == [2, 3]
     assert_usable(folder, {3})
-    assert sorted(path.name for path in elsewhere.iterdir()) == ["step-000002", "step-000003"]
+    found = sorted(path.name for path in (elsewhere / "checkpoints").iterdir())
+    assert found == ["step-000002", "step-000003"]
 
 
-def test_the_final_model_may_lie_on_another_disk(
+def test_a_final_model_is_not_written_through_a_link(
     tmp_path: Path, elsewhere: Path, tiny_model: Callable[..., Any]
 ):
-    """Replaced where it lies, with what it had before gone."""
+    """What lies behind it stays, and the link is set aside."""
     (elsewhere / "final").mkdir()
     (elsewhere / "final" / "old").touch()
     (tmp_path / "final").symlink_to(elsewhere / "final")
-    save_final(tiny_model(), load_tokenizer("builtin:tiny"), tmp_path / "final")
-    assert (tmp_path / "final").is_symlink()
-    assert (elsewhere / "final" / "model.safetensors").stat().st_size > 0
-    assert not (elsewhere / "final" / "old").exists()
-    assert [path.name for path in elsewhere.iterdir()] == ["final"]
+    aside = save_final(tiny_model(), load_tokenizer("builtin:tiny"), tmp_path / "final")
+    assert aside == tmp_path / "final-before-1"
+    assert aside.is_symlink()
+    assert (tmp_path / "final" / "model.safetensors").stat().st_size > 0
+    assert [path.name for path in (elsewhere / "final").iterdir()] == ["old"]
 
 
 def test_a_mount_that_gives_all_files_one_mode_is_not_asked_for_another(

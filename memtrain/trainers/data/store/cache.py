@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from memtrain.errors import DataError
+from memtrain.errors import OR, DataError
 from memtrain.trainers.runtime.atomic_files import sync_file, sync_folder
 from memtrain.trainers.runtime.file_locks import wait_for_lock
+from memtrain.trainers.runtime.own_trees import remove_half_written, remove_tree
 
 KEY_LETTERS = 32
 
@@ -47,9 +47,13 @@ def kept(folder: Path, marker: str, make: Callable[[Path], None]) -> bool:
                 return False
             # Without locks what looks left may be of a process that lives.
             for leftover in folder.parent.glob(f".{folder.name}.part-*") if is_alone else ():
-                shutil.rmtree(leftover)
-            if folder.exists():
-                shutil.rmtree(folder)
+                remove_tree(leftover)
+            if folder.is_symlink() or (folder.exists() and any(folder.iterdir())):
+                raise DataError(
+                    f"the folder of tokenized rows holds what memtrain did not write, or lost its {marker}",
+                    str(folder),
+                    f"move it away{OR}set data.cache_dir to another folder",
+                )
             return _make(folder, marker, make)
     except OSError as error:
         raise DataError(
@@ -76,7 +80,7 @@ def _make(folder: Path, marker: str, make: Callable[[Path], None]) -> bool:
         sync_folder(folder.parent)
         return True
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        remove_half_written(part)
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -23,6 +22,7 @@ from memtrain.trainers.model.loading.link_weights import linking
 from memtrain.trainers.model.loading.scoring_pad import scores_sequences, with_scoring_pad
 from memtrain.trainers.runtime.atomic_files import disk_fault, share_one_mode, system_errors
 from memtrain.trainers.runtime.deepspeed_import import name_device
+from memtrain.trainers.runtime.own_trees import put_in_place, remove_half_written
 
 MOST_BYTES = 50 * 10**9
 """Bytes of one file of weights: transformers' own limit."""
@@ -41,24 +41,26 @@ def save_final(
     *,
     max_shard_bytes: int = MOST_BYTES,
     saved: Path | None = None,
-) -> None:
+    beside: Callable[[Path], None] = lambda unfinished: None,
+    is_ours: bool = False,
+) -> Path | None:
     """Write `folder`: safetensors, config, generation config and tokenizer; or the adapter with its
     tokenizer.
 
     `state`: whole weights by name, where the model has only some rows of them, or weights that are made as
     they are written, where a full model has no data. A full model is written in files of at most
     `max_shard_bytes`, with an index where there are several. `saved`: weights of a checkpoint with the values
-    of the model now; they are linked where names match (`link_weights`).
+    of the model now; they are linked where names match (`link_weights`). `beside`: writes more files into the
+    folder that it is given, before that has its name.
 
     The folder is whole or, after a kill, not there: it is written beside and renamed. One that is there
-    already is replaced. The special tokens that the model's configuration leaves open are the tokenizer's;
-    generation also stops at the tokenizer's end-of-sequence token, which is the one that was learned. A model
-    that scores sequences pads with a token that ends none (`scoring_pad`).
+    already is replaced where memtrain wrote all of it (`is_ours`). Anything else, and a link, is set aside
+    whole, and its new name is returned. The special tokens that the model's configuration leaves open are the
+    tokenizer's; generation also stops at the tokenizer's end-of-sequence token, which is the one that was
+    learned. A model that scores sequences pads with a token that ends none (`scoring_pad`).
 
     Raises: LaunchError when the disk refuses, or there are no weights in what was written.
     """
-    # A link to a folder of another disk: written beside the folder itself, so that a rename is enough.
-    folder = folder.resolve() if folder.is_symlink() else folder
     least = _least_bytes(model, state)
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     if scores_sequences(whole):
@@ -67,7 +69,7 @@ def save_final(
     is_lazy = isinstance(state, LazyWeights)
     given: dict[str, Any] = {} if state is None else {"state_dict": {} if is_lazy else dict(state)}
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    remove_half_written(unfinished)
     name_device()
     try:
         unfinished.mkdir(parents=True)
@@ -85,10 +87,10 @@ def save_final(
         tokenizer.save_pretrained(unfinished)
         _refuse_empty(unfinished, least)
         share_one_mode(unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
+        beside(unfinished)
+        return put_in_place(unfinished, folder, is_ours=is_ours)
     except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        remove_half_written(unfinished)
         raise disk_fault(error, "the model cannot be saved", folder) from None
 
 
@@ -114,7 +116,13 @@ def _refuse_empty(folder: Path, least: int) -> None:
 
 
 def refuse_to_overwrite(folder: Path) -> None:
-    """Nothing when `folder` is free. Raises: LaunchError when something is in it."""
+    """Nothing when `folder` is free. Raises: LaunchError when something is in it, or it is a link."""
+    if folder.is_symlink():
+        raise LaunchError(
+            f"{folder} is a link, and a model is not written through one",
+            str(folder),
+            f"remove it, or give the folder itself with -o: {folder.resolve()}",
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise LaunchError(
             f"{folder} exists already", str(folder), "remove it, or give another folder with -o"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from memtrain.memory.estimate.host_memory import rounded
 from memtrain.trainers.model.offload.copy_engines import CopyEngine, Ticket
+from memtrain.trainers.runtime.namespaces import pid_namespace
 
 
 class HostPool:
@@ -62,8 +63,9 @@ class DiskTier:
 
 
 def _prefix() -> str:
-    """Beginning of the names of this machine's files: the folder may be shared with other machines."""
-    return f"activation-{socket.gethostname()}-"
+    """Beginning of the names of files of processes that are seen here: the folder may be shared with other
+    machines and containers."""
+    return f"activation-{socket.gethostname()}-{pid_namespace()}-"
 
 
 def _remove_left(folder: Path) -> None:

@@ -7,12 +7,12 @@ cannot be given new weights, and training on its completions is refused.
 
 from __future__ import annotations
 
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from memtrain.trainers.online.vllm.sampler import SEED_BITS, sampling_arguments,
 from memtrain.trainers.online.vllm.weight_check import CANARY_SAMPLING, canary_group, difference
 from memtrain.trainers.online.vllm.weight_sync import vllm_weights
 from memtrain.trainers.runtime.atomic_files import disk_fault, system_errors
+from memtrain.trainers.runtime.own_trees import remove_half_written
 from memtrain.trainers.runtime.ranks import Ranks
 
 AT_ONCE = 64
@@ -88,6 +89,8 @@ class ServerSampler:
     mark: str = ""
     """Server's name for the weights that it was given last."""
     is_given_up: bool = False
+    made: list[Path] = field(default_factory=list)
+    """Checkpoints that were written into the folder, which may hold others' files."""
 
     def generate(
         self, groups: Sequence[Group], sampling: Sampling, on_done: OnDone | None = None
@@ -113,9 +116,13 @@ class ServerSampler:
         return progress.in_order()
 
     def close(self) -> None:
-        """Remove the checkpoints; the server is left as it is."""
-        if self.ranks.is_main:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the checkpoints; the server, and what others have in the folder, is left as it is."""
+        if not self.ranks.is_main:
+            return
+        for path in self.made:
+            remove_half_written(path)
+        with suppress(OSError):
+            self.folder.rmdir()
 
     def _prepare(self, groups: Sequence[Group]) -> None:
         """A server that holds the weights of now."""
@@ -173,11 +180,12 @@ class ServerSampler:
         """
         mark = f"memtrain-{uuid.uuid4().hex[:12]}"
         folder = self.folder / mark
+        self.made.append(folder)
         try:
             with system_errors():
                 write_checkpoint(vllm_weights(self.model), folder)
         except OSError as error:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_half_written(folder)
             raise disk_fault(error, "weights for the server cannot be written", folder) from None
         asked = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
         try:
@@ -194,9 +202,9 @@ class ServerSampler:
         self._ask("POST", "/reset_prefix_cache?reset_running_requests=true", {})
         self._ask("POST", "/update_weight_version", {"new_version": mark})
         self.mark = mark
-        for old in self.folder.iterdir():
-            if old != folder:
-                shutil.rmtree(old, ignore_errors=True)
+        for old in self.made[:-1]:
+            remove_half_written(old)
+        self.made = [folder]
 
     def _mark_of_server(self) -> object:
         return self._ask("GET", "/weight_info").get("weight_version")

@@ -31,6 +31,8 @@ from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.quantized.linear import PackedLinear, unpacked
 from memtrain.trainers.model.quantized.packed import parts_in
 from memtrain.trainers.runtime.allocator import fixed_segments
+from memtrain.trainers.runtime.namespaces import pid_namespace
+from memtrain.trainers.runtime.own_trees import remove_half_written
 
 ALIGNMENT = 64
 """Pieces of a bucket begin at multiples of it, so that a view of them has any dtype."""
@@ -229,7 +231,7 @@ class Transport:
     def close(self) -> None:
         """Remove the folder, and let go of the buffer."""
         self.buffer = self.handle = None
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_half_written(self.folder)
 
 
 def open_transport(
@@ -253,7 +255,9 @@ def open_transport(
     )
     sweep(MEMORY_FOLDER)
     parent = MEMORY_FOLDER if is_roomy else run_dir
-    transport = Transport(Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent)), bucket_bytes)
+    transport = Transport(
+        Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{pid_namespace()}-", dir=parent)), bucket_bytes
+    )
     if device.type == "cuda" and is_same_device:
         # Handles of expandable segments fail on several drivers (pytorch#198305, OpenRLHF#957).
         with fixed_segments():
@@ -308,6 +312,7 @@ PREFIX = "memtrain-weights-"
 def sweep(folder: Path) -> None:
     """Remove shared memory of killed trainers."""
     for path in folder.glob(f"{PREFIX}*-*"):
-        pid = path.name.removeprefix(PREFIX).partition("-")[0]
-        if pid.isdigit() and not Path("/proc", pid).exists():
-            shutil.rmtree(path, ignore_errors=True)
+        pid, space, *_ = path.name.removeprefix(PREFIX).split("-")
+        # A process of another container is not seen here, and may live.
+        if space == pid_namespace() and pid.isdigit() and not Path("/proc", pid).exists():
+            remove_half_written(path)

@@ -17,6 +17,7 @@ from memtrain.trainers.model.offload.checkpointing import checkpoint_layers
 from memtrain.trainers.model.offload.copy_engines import LazyEngine, SyncEngine
 from memtrain.trainers.model.offload.host_pool import DiskTier, HostPool, rounded
 from memtrain.trainers.model.offload.offloader import Offloader, Saved
+from memtrain.trainers.runtime.namespaces import pid_namespace
 
 TinyModel = Callable[..., Any]
 IDS = torch.randint(1, 128, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -214,6 +215,7 @@ def test_blocks_of_a_killed_process_are_removed_and_those_of_others_stay(tmp_pat
     host = socket.gethostname()
     gone = subprocess.Popen(["true"])
     gone.wait()
+    host = f"{host}-{pid_namespace()}"
     alive, elsewhere = f"activation-{host}-{os.getpid()}-abc", "activation-another-host-1-abc"
     for name in (alive, elsewhere, f"activation-{host}-{gone.pid}-abc"):
         (tmp_path / name).write_bytes(b"x")
