@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,7 @@ def fold(adapted: PeftModel, dtype: torch.dtype) -> tuple[PreTrainedModel, int]:
     One layer at a time is float32, so that the host holds little more than the model itself.
     """
     layers = _adapted_layers(adapted)
+    _untie(adapted, layers)
     for layer in layers:
         _add_update(layer, dtype)
     return _unloaded(adapted, dtype), len(layers)
@@ -137,6 +139,14 @@ def fold_by_module(
     # A sum with weights without data would be a sum with nothing, and no error.
     unread = [name for name, p in adapted.named_parameters() if p.is_meta and "lora_" in name]
     assert not unread, f"{', '.join(unread)} were not read."
+    _untie(adapted, layers)
+    by_storage = {one.storage._cdata: one for one in kept.values()}
+    sources = {
+        (id(module), last): by_storage[weight.untyped_storage()._cdata]
+        for module in adapted.modules()
+        for last, weight in module._parameters.items()
+        if weight is not None and weight.is_meta
+    }
     of_module: dict[int, list[LoraLayer]] = {}
     for layer in layers:
         of_module.setdefault(id(layer.get_base_layer()), []).append(layer)
@@ -147,9 +157,10 @@ def fold_by_module(
         module = model.get_submodule(names[0].rpartition(".")[0])
         last = {name.rpartition(".")[2]: name for name in names}
         held = {one: module.get_parameter(one) for one in last}
-        for one, name in last.items():
+        for one in last:
             if held[one].is_meta:
-                numbers = kept[name].numbers(range(held[one].numel())).view(held[one].shape)
+                source = sources[id(module), one]
+                numbers = source.numbers(range(held[one].numel())).view(held[one].shape)
                 module._parameters[one] = nn.Parameter(numbers, requires_grad=False)
         for layer in of_module.get(id(module), []):
             _add_update(layer, dtype)
@@ -176,11 +187,29 @@ def _add_update(layer: LoraLayer, dtype: torch.dtype) -> None:
     base.to(dtype)
 
 
+def _untie(adapted: PeftModel, layers: Sequence[LoraLayer]) -> None:
+    """Give a weight of its own to each adapted module that shares one: an adapter changes its own module
+    alone, and folded into a shared weight it would change the others too."""
+    num_owners = Counter(
+        id(weight)
+        for module in adapted.modules()
+        for weight in module._parameters.values()
+        if weight is not None
+    )
+    for module in {id(base): base for base in (layer.get_base_layer() for layer in layers)}.values():
+        for name, weight in module._parameters.items():
+            if weight is not None and num_owners[id(weight)] > 1:
+                num_owners[id(weight)] -= 1
+                own = weight.detach() if weight.is_meta else weight.detach().clone()
+                module._parameters[name] = nn.Parameter(own, requires_grad=False)
+
+
 def _unloaded(adapted: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model inside in `dtype`, without its adapter; untied where the head was trained apart."""
+    """The model inside in `dtype`, without its adapter; untied where the head is no longer the embedding."""
     model = adapted.unload()
     assert isinstance(model, PreTrainedModel), "A run adapts a transformers model."
     head = model.get_output_embeddings()
     if head is not None and head.weight is not model.get_input_embeddings().weight:
-        model.config.tie_word_embeddings = False
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
     return model.to(dtype)  # pyright: ignore[reportArgumentType]

@@ -25,7 +25,6 @@ from memtrain.trainers.model.loading.adapters import add_adapter, load_adapter
 from memtrain.trainers.model.loading.layers_of_files import without_data
 from memtrain.trainers.model.loading.load import load_model
 from memtrain.trainers.model.loading.save import save_final
-from memtrain.trainers.model.loading.sharded_init import NeedsWhole
 from memtrain.trainers.tools.merge import fold, fold_by_module, merge_run
 
 TinyModel = Callable[..., Any]
@@ -306,17 +305,50 @@ def test_merging_module_by_module_writes_the_bytes_of_merging_the_whole(
         assert (tmp_path / "apart" / name).read_text() == (tmp_path / "whole" / name).read_text()
 
 
-def test_an_adapter_on_a_tied_weight_is_merged_in_the_whole_model(tmp_path: Path, tiny_llama: TinyModel):
-    """Of the head that is the embedding nothing is written, so that a module alone would lose its update."""
-    base = tiny_llama(tie_word_embeddings=True)
-    base.save_pretrained(tmp_path / "base")
-    save_final(
-        trained(base, Adapter(r=2, target_modules=("lm_head",))),
-        load_tokenizer("builtin:tiny"),
-        tmp_path / "adapter",
-    )
-    empty, kept = without_data(
-        lambda: load_model(Model(path=str(tmp_path / "base")), SETTINGS, seed=0, vocab_size=40)
-    )
-    with pytest.raises(NeedsWhole, match="tied to others"):
-        fold_by_module(empty, kept, str(tmp_path / "adapter"), torch.float32)
+ON_BOTH = {
+    "lora_in": Adapter(r=2, target_modules=("q_proj", "embed_tokens")),
+    "lora_out": Adapter(r=2, target_modules=("q_proj", "lm_head")),
+    "lora_both": Adapter(r=2, target_modules=("embed_tokens", "lm_head"), rslora=True),
+    "dora_both": Adapter(r=2, target_modules=("embed_tokens", "lm_head"), kind="dora"),
+    "whole_in": Adapter(r=2, target_modules=("q_proj",), modules_to_save=("embed_tokens",)),
+    "whole_both": Adapter(r=2, target_modules=("q_proj",), modules_to_save=("embed_tokens", "lm_head")),
+    "whole_in_lora_out": Adapter(r=2, target_modules=("lm_head",), modules_to_save=("embed_tokens",)),
+    "lora_and_whole_in": Adapter(
+        r=2, target_modules=("q_proj", "embed_tokens"), modules_to_save=("embed_tokens",)
+    ),
+}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("adapter", ON_BOTH.values(), ids=ON_BOTH.keys())
+def test_an_adapter_on_the_embedding_or_the_head_changes_that_one_alone(
+    adapter: Adapter, family: str, is_tied: bool, tmp_path: Path
+):
+    """Of a model that ties them, too, and of one that scales its embedding: an adapter folded into the shared
+    weight was in the other module as well."""
+    torch.manual_seed(1)
+    widths = {key: value for key, value in MIXTURE.items() if "expert" not in key and "moe" not in key}
+    config = AutoConfig.for_model(family, **widths, tie_word_embeddings=is_tied)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    settings = SETTINGS.model_copy(update={"dtype": "float32"})
+
+    def loaded() -> Any:
+        return load_model(Model(path=str(tmp_path / "base")), settings, seed=0, vocab_size=40)
+
+    adapted = add_adapter(loaded(), adapter)
+    for p in (p for p in adapted.parameters() if p.requires_grad):
+        p.data += 0.1 * torch.randn_like(p)
+    ids = IDS % 40
+    expected = adapted.eval()(input_ids=ids).logits
+    tokenizer = load_tokenizer("builtin:tiny")
+    save_final(adapted, tokenizer, tmp_path / "adapter")
+    whole, _ = fold(load_adapter(loaded(), str(tmp_path / "adapter")), torch.float32)
+    save_final(whole, tokenizer, tmp_path / "whole")
+    empty, kept = without_data(loaded)
+    model, _, weights = fold_by_module(empty, kept, str(tmp_path / "adapter"), torch.float32)
+    save_final(model, tokenizer, tmp_path / "apart", weights)
+    assert written(tmp_path / "apart") == written(tmp_path / "whole")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "apart").eval()
+    torch.testing.assert_close(read(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert read.config.tie_word_embeddings is False
