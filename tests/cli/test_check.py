@@ -18,16 +18,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_valid_recipe_is_shown_with_where_each_key_was_said(capsys: pytest.CaptureFixture[str]):
-    assert main(["check", "my.yaml", "optim.lr=1e-4"]) == 0
+    assert main(["check", "my.yaml", "optim.lr=1e-4", "data.strings_are=text"]) == 0
     assert capsys.readouterr().out == (
         "my.yaml is a valid sft recipe.\n"
         "\n"
-        "key            value                                         written at\n"
-        "method         sft                                           my.yaml:1:1\n"
-        "model.path     builtin:tiny                                  my.yaml:2:9\n"
-        "data.train     a.jsonl (weight: 2.0); b.jsonl (weight: 1.0)  my.yaml:4:3\n"
-        "memory.budget  24GiB                                         my.yaml:7:10\n"
-        "optim.lr       0.0001                                        "
+        "key               value                                         written at\n"
+        "method            sft                                           my.yaml:1:1\n"
+        "model.path        builtin:tiny                                  my.yaml:2:9\n"
+        "data.train        a.jsonl (weight: 2.0); b.jsonl (weight: 1.0)  my.yaml:4:3\n"
+        "data.strings_are  text                                          "
+        "from the command line: `data.strings_are=text`\n"
+        "memory.budget     24GiB                                         my.yaml:7:10\n"
+        "optim.lr          0.0001                                        "
         "from the command line: `optim.lr=1e-4`\n"
         "\n"
         "checked        found\n"
@@ -38,6 +40,15 @@ def test_a_valid_recipe_is_shown_with_where_each_key_was_said(capsys: pytest.Cap
         "\n"
         "Every other key has its default; --all shows them.\n"
     )
+
+
+def test_strings_beside_a_chat_template_are_told_with_the_way_out(capsys: pytest.CaptureFixture[str]):
+    words = ["check", "my.yaml", "data.train=a.jsonl"]
+    assert main(words) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "data.train, rendering warning: the rows are strings, which the tokenizer's chat template" in told
+    assert main([*words, "data.strings_are=turns"]) == 0
+    assert "rendering" not in capsys.readouterr().out
 
 
 def test_an_evaluation_set_is_shown_by_its_name(capsys: pytest.CaptureFixture[str]):
@@ -312,7 +323,9 @@ def test_rows_of_llamafactorys_kto_are_offered_with_their_verdict(
     words = ["check", "smoke/kto", "data.train=kto.jsonl", "data.eval_fraction=0"]
     assert main(words) == 4
     offered = "data.columns: {prompt: instruction, completion: output, label: kto_tag}"
-    assert f"  try: {offered}\n" in capsys.readouterr().err
+    assert f"  try: {offered}; and data.strings_are: turns where its strings are turns of a chat\n" in (
+        capsys.readouterr().err
+    )
     assert main([*words, offered.replace(": ", "=", 1)]) == 0
 
 
@@ -321,7 +334,7 @@ def test_two_columns_of_unknown_names_are_offered_as_a_line_to_paste(
 ):
     (folder / "odd.jsonl").write_text('{"src": "a", "tgt": "b"}\n')
     assert main(["check", "my.yaml", "data.train=odd.jsonl"]) == 4
-    offered = "{prompt: src, completion: tgt}"
+    offered = "{question: src, answer: tgt}"
     assert f"  try: map your columns, such as data.columns: {offered}\n" in capsys.readouterr().err
     assert main(["check", "my.yaml", "data.train=odd.jsonl", f"data.columns={offered}"]) == 0
 

@@ -52,6 +52,8 @@ def found(row: dict, method: str = "sft", declared="auto", **columns: str) -> st
         ({"prompt": "a", "completion": "b", "label": True}, "kto", "unpaired"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "kto", "preference"),
         ({"prompt": "a", "answer": "b"}, "grpo", "prompt"),
+        ({"question": "a", "answer": "b"}, "grpo", "question_answer"),
+        ({"instruction": "a", "input": "", "output": "b"}, "ppo", "alpaca"),
     ],
 )
 def test_the_columns_say_the_format(row, method, name):
@@ -66,6 +68,18 @@ def test_user_columns_say_the_format():
     assert found(row, prompt="instruction", completion="output") == "prompt_completion"
 
 
+def test_renamed_turns_stay_turns():
+    assert found({"inp": "a", "out": "b"}, question="inp", answer="out") == "question_answer"
+    named = {"instruction": "i", "input": "j", "output": "o", "system": "s"}
+    assert found({"i": "a", "j": "b", "o": "c", "s": "d"}, **named) == "alpaca"
+    # What is named says the format beside columns of another.
+    row = {"inp": "a", "out": "b", "text": "c"}
+    assert found(row, question="inp", answer="out") == "question_answer"
+    assert found({"question": "a", "answer": "b"}, "grpo", prompt="question") == "prompt"
+    with pytest.raises(DataError, match="fit several formats: prompt and question_answer"):
+        found({"prompt": "a", "question": "a", "answer": "b"}, "grpo")
+
+
 def test_rows_of_two_formats_are_refused():
     with pytest.raises(DataError) as error:
         found({"text": "a", "messages": [HI]})
@@ -78,10 +92,12 @@ def test_rows_of_two_formats_are_refused():
 
 
 def test_familiar_column_names_are_proposed_and_never_taken():
-    with pytest.raises(DataError, match=r"data.columns: \{prompt: query, completion: response\}"):
+    with pytest.raises(DataError, match=r"data.columns: \{question: query, answer: response\}$"):
         found({"query": "a", "response": "b"})
-    with pytest.raises(DataError, match=r"data.columns: \{prompt: question\}"):
-        found({"question": "a", "answer": "b"}, "grpo")
+    with pytest.raises(DataError, match=r"data.columns: \{prompt: problem\}; and data.strings_are: turns"):
+        found({"problem": "a"}, "grpo")
+    with pytest.raises(DataError, match=r"data.columns: \{output: response\}$"):
+        found({"instruction": "a", "input": "", "response": "b"})
 
 
 def test_verdicts_are_not_trained_on_as_completions_unless_said():
@@ -378,7 +394,7 @@ def test_a_verdict_may_be_on_the_last_message_of_a_conversation():
         ({"version": "1", "data": [{"question": "a"}]}, "the rows seem to be in column 'data'"),
         ({"qa": {"question": "a"}, "id": 1}, "write the fields of column 'qa' as separate columns"),
         ({"body": "a", "id": 1}, "data.columns: {text: body}"),
-        ({"frage": "a", "antwort": "b", "nr": 1}, "data.columns: {prompt: frage, completion: antwort}"),
+        ({"frage": "a", "antwort": "b", "nr": 1}, "data.columns: {question: frage, answer: antwort}"),
     ],
 )
 def test_columns_that_fit_no_format_are_answered_by_what_they_hold(row, says):

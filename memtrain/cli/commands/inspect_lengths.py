@@ -39,7 +39,7 @@ KeysArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Keys of a recipe, such as data.columns.prompt=question or train.batch_size=64.",
+        help="Keys of a recipe, such as data.columns.question=ask or train.batch_size=64.",
         autocompletion=complete_override,
         show_default=False,
     ),

@@ -86,7 +86,7 @@ def show_data(
     shown = shown_sequences(limits, store, numbers, tokenizer_of(asked.model), rows)
     for number, sequence in enumerate(shown, start=1):
         print_sequence(number, sequence, has_parts=has_parts)
-    for sentence in data.words():
+    for sentence in data.words(shows_boundaries=True):
         print_text(sentence)
 
 

@@ -15,6 +15,7 @@ from memtrain.cli.plan.check_rewards import check_first_row, check_rewards
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.errors import DataError, Fault, LaunchError, MemtrainError, RecipeError
 from memtrain.memory.hardware.packages import installed, missing
+from memtrain.memory.plan.plan import string_words
 from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, used_columns
@@ -120,7 +121,7 @@ def check_run(loaded: LoadedRecipe, left_out: frozenset[str] = frozenset()) -> l
             )
         if len(found) == len(sources) and found and has_tokenizer:
             look.at(f"{key}, rendering", lambda found=found: rendering_words(recipe, found, tokenizer()))
-            if not left_out and key == "data.train" and found[0].reading.form == "prompt":
+            if not left_out and key == "data.train" and recipe.online is not None:
                 look.at(
                     "rewards", lambda found=found: _nothing(check_first_row(loaded, columns_of(found[0])))
                 )
@@ -248,7 +249,7 @@ def source_words(recipe: Recipe, source: Source, place: str, found: list[Found])
         return f"{LATER}: {source.source} is a dataset of the hub, which the run downloads"
     one = look_into(source, recipe.data, METHOD_FORMATS[recipe.method], place)
     found.append(one)
-    num_good, bad, unused = first_rows(one)
+    num_good, bad, unused = first_rows(one, "prompt" if recipe.online is not None else "")
     if bad and recipe.data.on_bad_row == "error":
         raise DataError(_once(bad))
     num_rows = num_good + len(bad)
@@ -260,8 +261,9 @@ def source_words(recipe: Recipe, source: Source, place: str, found: list[Found])
     return f"{source.source}: format {one.reading.form}, {rows} can be used{skipped}{notes}"
 
 
-def first_rows(found: Found) -> tuple[int, list[Fault], list[str]]:
-    """(usable rows among the first, faults of the others, words on columns that are in no text)."""
+def first_rows(found: Found, kind: str) -> tuple[int, list[Fault], list[str]]:
+    """(usable rows among the first, faults of the others, words on columns in no text); `kind`: prompt
+    for methods that write the answers."""
     from memtrain.trainers.data.tokenize.unrendered import unrendered_words, unused_columns
 
     form, names = FORMS[found.reading.form], found.reading.names
@@ -273,7 +275,7 @@ def first_rows(found: Found) -> tuple[int, list[Fault], list[str]]:
             if isinstance(row, BadRow):
                 raise row
             refuse_media(row, used_columns(form.name, names))
-            example = form.parse(row, names)
+            example = found.reading.example(row, kind)
             unused.update(set(unused_columns(row, example, form.name, names, form.name)))
             num_good += 1
         except BadRow as wrong:
@@ -303,15 +305,19 @@ def columns_of(found: Found) -> list[str]:
 
 
 def rendering_words(recipe: Recipe, found: Sequence[Found], tokenizer: PreTrainedTokenizerFast) -> str:
-    """Nothing, where the settings of `data:` have an effect on rows of these formats.
+    """What the chat template leaves to strings, in words; nothing where there are none.
 
-    Raises: DataError.
+    Raises: DataError where a setting of `data:` has no effect on rows of these formats.
     """
-    from memtrain.trainers.data.store.look_into import kind_of, rendering_of
+    from memtrain.trainers.data.store.look_into import kind_of, leaves_out_template, rendering_of
+    from memtrain.trainers.data.tokenize.chat import template_of
 
     kind = kind_of(found, METHOD_FORMATS[recipe.method])
     rendering_of(recipe.data, tokenizer, kind, found)
-    return ""
+    strings = [one.source.source for one in found if leaves_out_template(one.reading)]
+    if not strings or template_of(tokenizer) is None:
+        return ""
+    return string_words(strings if len(found) > 1 else ())
 
 
 def tracker_words(recipe: Recipe) -> str:

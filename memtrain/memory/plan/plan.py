@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -105,6 +106,10 @@ class PreparedSplit(Section):
     """Text of the first row in runs, and whether each is trained; a long row is cut."""
     sources: tuple[SourceShare, ...] = ()
     """Rows and tokens of each source of a mixture; empty where there is one source."""
+    boundary: str = ""
+    """What the end of a string prompt does to the tokens, in words; empty where no row has one."""
+    is_merged: bool = False
+    """Whether a token of some row reaches over the end of its prompt."""
 
     def trained_words(self) -> str:
         """Parts that are trained on, with their share of the tokens; empty where that was not asked."""
@@ -158,18 +163,26 @@ class PreparedData(Section):
     turn_end: TurnEnd | None = None
     """The token that ends a turn, where rows are conversations."""
     leaves_out_template: bool = False
-    """Whether prompts and answers are strings, and the tokenizer has a chat template that they do not use."""
+    """Whether prompts and answers are strings, and the tokenizer has a chat template that they do not use;
+    not where `data.strings_are` says that they are text."""
+    strings_of: tuple[str, ...] = ()
+    """Sources of a mixture with such strings, as the recipe names them."""
     samples: tuple[SamplePrompt, ...] = ()
     """Prompts of `eval.samples`."""
 
-    def words(self) -> list[str]:
-        """Sentences on the trained parts of rows, the ends of turns, and keys without effect."""
+    def words(self, *, shows_boundaries: bool = False) -> list[str]:
+        """Sentences on the trained parts of rows, the ends of turns, and keys without effect.
+
+        `shows_boundaries`: also where no token reaches over the end of a prompt.
+        """
         sentences = [f"source {one}" for one in self.train.source_words()]
         if self.eval is not None:
             sentences += [f"held-out source {one}" for one in self.eval.source_words()]
         sentences += [self.train.trained_words(), self.turn_end.words() if self.turn_end is not None else ""]
         if self.leaves_out_template:
-            sentences.append("rows are strings: the chat template is not used (it is for rows of messages)")
+            sentences.append(string_words(self.strings_of))
+        if self.train.is_merged or shows_boundaries:
+            sentences.append(self.train.boundary)
         sentences += [f"data {note}" for note in self.notes]
         return [f"{one[0].upper()}{one[1:]}." for one in sentences if one]
 
@@ -178,6 +191,17 @@ class PreparedData(Section):
         """Parts of both splits that were not read, or are not trained on."""
         held = self.eval.notes if self.eval is not None else ()
         return (*self.train.notes, *(f"of data.eval: {note}" for note in held))
+
+
+def string_words(sources: Sequence[str] = ()) -> str:
+    """The warning that strings reach a model of a chat template as they stand; `sources`: those of a mixture
+    that have them."""
+    place = f" of {', '.join(sources)}" if sources else ""
+    return (
+        f"warning: the rows{place} are strings, which the tokenizer's chat template does not write: the "
+        "model sees no turns. If they are turns of a chat, set data.strings_are: turns; data.strings_are: "
+        "text says that plain text is meant"
+    )
 
 
 class Plan(Section):

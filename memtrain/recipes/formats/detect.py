@@ -17,7 +17,7 @@ The rule, on the columns of the first row that are not null, after `data.columns
     prompt, and none of these    prompt
 
 A format whose columns are part of a longer match is not counted. Where two are left, the method may use only
-one of them; where it may use both, `data.format` has to say which.
+one of them; where it may use both, the fields that `data.columns` names say which, else `data.format` has to.
 """
 
 from __future__ import annotations
@@ -39,7 +39,17 @@ from memtrain.recipes.formats import (
     text,
     unpaired,
 )
-from memtrain.recipes.formats.fields import BadRow, Example, Names, Row, is_message, mapping_hint, names_of
+from memtrain.recipes.formats.fields import (
+    BadRow,
+    Example,
+    Names,
+    Row,
+    columns_line,
+    familiar,
+    is_message,
+    mapping_hint,
+    names_of,
+)
 from memtrain.recipes.formats.media import refuse_media
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.data import Columns, Format
@@ -65,6 +75,11 @@ class Form:
     """Whether a row is a prompt alone."""
     strings: tuple[str, ...] = ()
     """Fields that are its whole text, one after another, where they are strings; the last is trained on."""
+
+    @property
+    def takes_strings(self) -> bool:
+        """Whether its prompts may be strings: text, or turns of a chat (`data.strings_are`)."""
+        return "prompt" in self.reads
 
     @property
     def has_prompts(self) -> bool:
@@ -114,10 +129,11 @@ SUPERVISED: tuple[Format, ...] = (
     "alpaca",
     "question_answer",
 )
+ONLINE: tuple[Format, ...] = ("prompt", "question_answer", "alpaca")
 BY_ANSWERS: Mapping[int, tuple[Format, ...]] = {1: ("unpaired", "preference"), 2: ("preference",)}
 METHOD_FORMATS: Mapping[str, tuple[Format, ...]] = {
     **{
-        name: ("prompt",) if method.is_online else BY_ANSWERS.get(method.num_answers, SUPERVISED)
+        name: ONLINE if method.is_online else BY_ANSWERS.get(method.num_answers, SUPERVISED)
         for name, method in METHODS.items()
     },
     "score": ("preference", "unpaired", "prompt_completion", "alpaca", "question_answer"),
@@ -149,8 +165,11 @@ def detect(
         return FORMS[declared], names
     fitting = matches(present, names)
     usable = [form for form in fitting if form.name in allowed]
-    if len(usable) == 1:
-        return usable[0], names
+    if usable and allowed[0] == "prompt" and names.prompt in present:
+        usable = [FORMS["prompt"], *(form for form in usable if form.name != "prompt")]
+    mapped = [form for form in usable if any(getattr(columns, need, None) for need in form.needs)]
+    if len(usable) == 1 or len(mapped) == 1:
+        return (mapped or usable)[0], names
     if not usable:
         raise DataError(*no_format(row, names, fitting, allowed, where))
     found = " and ".join(form.name for form in usable)
@@ -207,18 +226,29 @@ def no_format(
         what = f"the columns {shown} are rows of format {form.name}, which this method does not accept"
         if declared:
             return what, where, f"if that is intended, set data.format: {declared[0]}"
-        return what, where, mapping_hint(present, needed) or f"it takes {' or '.join(allowed)}"
+        return what, where, _hint(present, needed) or f"it takes {' or '.join(allowed)}"
     try:
         refuse_media(row, ())
     except BadRow as media:
         return media.what, where, media.fix
     ways = [" and ".join(getattr(names, need) for need in FORMS[name].needs) for name in allowed]
-    hint = mapping_hint(present, needed)
+    hint = _hint(present, needed)
     return (
         f"no format fits the columns {shown}: rows need {', or '.join(ways)}",
         where,
         hint or _mapping_example(row, needed),
     )
+
+
+def _hint(present: Sequence[str], needed: Sequence[str]) -> str:
+    """The `data.columns` line from familiar names: as turns of a conversation where the method takes them."""
+    asked, answered = familiar(present, "prompt"), familiar(present, "completion")
+    if asked and answered and "question" in needed:
+        if {"instruction", "input"} <= {column.lower() for column in present} and asked != "input":
+            return f"data.columns: {{output: {answered}}}"
+        pairs = {"question": asked, "answer": answered}
+        return columns_line({field: column for field, column in pairs.items() if field != column})
+    return mapping_hint(present, needed)
 
 
 def _mapping_example(row: Row, needed: Sequence[str]) -> str:
@@ -237,8 +267,8 @@ def _mapping_example(row: Row, needed: Sequence[str]) -> str:
     if not texts or len(needed) < 2:
         return "map your columns with data.columns"
     taken = texts if len(texts) == 2 else ["YOUR_COLUMN"] * 2
-    line = ", ".join(f"{field}: {column}" for field, column in zip(needed, taken, strict=False))
-    return f"map your columns, such as data.columns: {{{line}}}"
+    asked = ["question", "answer"] if "question" in needed else needed
+    return f"map your columns, such as {columns_line(dict(zip(asked, taken, strict=False)))}"
 
 
 def check_mapping(columns: Columns, present: Sequence[str], where: str) -> None:

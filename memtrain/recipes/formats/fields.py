@@ -189,9 +189,22 @@ def mapping_hint(columns: Sequence[str], needed: Sequence[str]) -> str:
         field = FAMILIAR.get(column.lower(), "")
         if field in needed and field not in found and field not in columns:
             found[field] = column
-    if not found:
-        return ""
-    return "data.columns: {" + ", ".join(f"{field}: {column}" for field, column in found.items()) + "}"
+    return columns_line(found) if found else ""
+
+
+OR_TURNS = "; and data.strings_are: turns where its strings are turns of a chat"
+
+
+def columns_line(found: Mapping[str, str]) -> str:
+    """The `data.columns` line of fields with their columns; of prompts and completions the key beside it."""
+    line = "data.columns: {" + ", ".join(f"{field}: {column}" for field, column in found.items()) + "}"
+    return f"{line}{OR_TURNS}" if {"prompt", "completion"} & found.keys() else line
+
+
+def familiar(columns: Sequence[str], field: str) -> str:
+    """The column that people often use for a field, or that is named like it; empty where there is none."""
+    named = (column for column in columns if column == field or FAMILIAR.get(column.lower()) == field)
+    return next(named, "")
 
 
 def value_at(row: Row, column: str) -> Any:

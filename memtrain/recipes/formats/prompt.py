@@ -1,4 +1,7 @@
-"""A prompt alone, for the methods that write the answers themselves: `prompt`; other columns are kept."""
+"""A prompt alone, for the methods that write the answers themselves: `prompt`; other columns are kept.
+
+Rows of a question and its answer are prompts there too: the question is the user's turn, as in fine-tuning.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from memtrain.recipes.formats.fields import (
     text_or_messages_at,
 )
 from memtrain.recipes.formats.json_text import template_kwargs_at, tools_at
+from memtrain.recipes.formats.prompt_completion import PromptCompletion
 
 NEEDS = ("prompt",)
 READS = ("prompt", "tools")
@@ -54,15 +58,28 @@ def parse(row: Row, names: Names) -> Prompt:
     prompt = text_or_messages_at(row, names.prompt)
     if not prompt:
         raise BadRow(f"column '{names.prompt}' is empty", "remove the row")
-    given = template_kwargs_at(row)
-    taken = (names.prompt, names.tools, TEMPLATE_KWARGS)
+    columns = columns_but(row, (names.prompt, names.tools, TEMPLATE_KWARGS))
+    return Prompt(prompt, tools_at(row, names.tools), columns, template_kwargs=template_kwargs_at(row))
+
+
+def of_answered(example: PromptCompletion, row: Row, names: Names) -> Prompt:
+    """The prompt of a row of a question and its answer; all its columns go to the rewards, the answer too.
+
+    Raises: BadRow when a column holds half a character.
+    """
+    columns = columns_but(row, (names.tools, TEMPLATE_KWARGS))
+    return Prompt(example.prompt, example.tools, columns, template_kwargs=example.template_kwargs)
+
+
+def columns_but(row: Row, taken: Sequence[str]) -> dict[str, Any]:
+    """Columns of a row that have a JSON form, without those `taken`."""
     columns: dict[str, Any] = {}
     whole = row.held if isinstance(row, TableRow) else {}
     for column, value in {**row, **whole}.items():
         if column not in taken:
             with suppress(TypeError):
                 columns[text_of(column)] = json_form(value)
-    return Prompt(prompt, tools_at(row, names.tools), columns, template_kwargs=given)
+    return columns
 
 
 def json_form(value: Any) -> Any:

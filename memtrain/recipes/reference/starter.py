@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from memtrain.recipes.formats.detect import METHOD_FORMATS
 from memtrain.recipes.reading.field_docs import sentences_of
 from memtrain.recipes.reading.field_types import field_types, section_of
 from memtrain.recipes.reading.shipped import configs_dir
@@ -18,7 +19,8 @@ _COMMON: tuple[tuple[str, str], ...] = (
     ("#model.quantize", "none"),
     ("data.train", "builtin:arithmetic"),
     ("data.eval_fraction", "0.05"),
-    ("#data.columns", "{prompt: question, completion: answer}"),
+    ("#data.columns", "{question: ask, answer: reply}"),
+    ("#data.strings_are", "turns"),
     ("length.max_length", "1024"),
     ("#length.truncation", "keep_start"),
     ("#length.packing", "bfd"),
@@ -49,6 +51,8 @@ def starter_recipe(method: str, file_name: str = "recipe.yaml") -> str:
     section = ""
     for marked, value in (*_COMMON, *METHODS[method].starter):
         mark, key = ("#", marked[1:]) if marked.startswith("#") else ("", marked)
+        if key == "data.columns" and "question_answer" not in METHOD_FORMATS[method]:
+            value = "{prompt: ask}"
         above, name = key.split(".")
         if above != section:
             section = above

@@ -22,6 +22,7 @@ Format = Literal[
 ]
 
 TextUnit = Literal["line", "paragraph", "document"]
+StringsAre = Literal["text", "turns"]
 
 
 class Columns(Section):
@@ -49,6 +50,20 @@ class Columns(Section):
     """Column of the margin of a pair."""
     label: str | None = None
     """Column of the verdict of an unpaired row: true is desirable."""
+    question: str | None = None
+    """Column of the user's turn; with `answer`, two turns of a conversation."""
+    answer: str | None = None
+    """Column of the assistant's turn after `question`."""
+    instruction: str | None = None
+    """Column of Alpaca's instruction, the user's turn; with `output`."""
+    input: str | None = None
+    """Column of Alpaca's input, which follows the instruction."""
+    output: str | None = None
+    """Column of Alpaca's output, the assistant's turn."""
+    system: str | None = None
+    """Column of the system message (rows of messages, questions and answers, Alpaca's)."""
+    history: str | None = None
+    """Column of Alpaca's earlier turns: `[[question, answer], ...]`."""
 
 
 class Source(Section):
@@ -89,6 +104,9 @@ class Source(Section):
 
     text_unit: TextUnit | None = None
     """Unit of a row in the text files of this source, when it differs from `data.text_unit`."""
+
+    strings_are: StringsAre | None = None
+    """What strings of this source are, when it differs from `data.strings_are`."""
 
 
 def source_of(value: object) -> object:
@@ -146,7 +164,15 @@ class Data(Section):
     """Format of a row. `auto` decides by the columns, by the rules in docs/recipe.md, from the first row."""
 
     columns: Columns = Columns()
-    """Column names, where yours differ: `{prompt: question, completion: answer}`."""
+    """Column names, where yours differ: `{question: ask, answer: reply}`. `question` and `answer` (or
+    Alpaca's `instruction`, `input`, `output`) are turns of a conversation, which the chat template writes;
+    `prompt` and `completion` are text as it stands, unless `strings_are` says otherwise."""
+
+    strings_are: StringsAre | None = None
+    """Strings in the columns `prompt`, `completion`, `chosen` and `rejected`. `turns`: the user's turn and
+    the assistant's, which the chat template writes (`system_prompt` stands before them). `text`: text as it
+    stands, one after the other, without a separator. If not set: text, and where the tokenizer has a chat
+    template the run says that it is not used."""
 
     text_unit: TextUnit = "line"
     """Unit of a row in a .txt file: `line` (blank lines are passed over), `paragraph` (up to a blank line),

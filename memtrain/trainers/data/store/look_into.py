@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memtrain.errors import DataError
-from memtrain.recipes.formats.detect import FORMS, SUPERVISED, Form, detect
-from memtrain.recipes.formats.fields import BadRow, Names, Row
+from memtrain.recipes.formats.detect import FORMS, SUPERVISED, detect
+from memtrain.recipes.formats.fields import BadRow, Row
 from memtrain.recipes.sections.data import Columns, Data, Format, Source
 from memtrain.trainers.data.sources.sources import Stream, locate
 from memtrain.trainers.data.tokenize.chat import (
@@ -69,25 +69,42 @@ def look_into(source: Source, data: Data, allowed: Sequence[Format], key: str) -
                 raise DataError([row.fault(where)])
             form, names = detect(row, columns, declared, allowed, where)
             system = source.system_prompt if source.system_prompt is not None else data.system_prompt
-            chats = is_chat(form, row, names)
-            reading = Reading(form.name, names, template_kwargs(data, source), chats, system or None)
+            strings = source.strings_are if source.strings_are is not None else data.strings_are
+            if source.source.startswith("builtin:"):
+                strings = strings or "text"
+            reading = Reading(form.name, names, template_kwargs(data, source), False, system or None, strings)
+            reading = replace(reading, is_chat=is_chat(replace(reading, system_prompt=None), row))
             return Found(source, located.streams, reading, located.notes)
     raise DataError(*no_rows(source, located.streams, key))
 
 
-def is_chat(form: Form, row: Row, names: Names) -> bool:
-    """Whether a row is a conversation, which the chat template renders; not where it cannot be read."""
+def is_chat(reading: Reading, row: Row) -> bool:
+    """Whether a row is a conversation, which the chat template renders; where it cannot be read, whether
+    every row that can be is one."""
     try:
-        example: Any = form.parse(row, names)
+        example: Any = reading.example(row)
     except BadRow:
-        return False
-    return form.name == "messages" or not isinstance(getattr(example, "prompt", ""), str)
+        return needs_template(reading)
+    return reading.form == "messages" or not isinstance(getattr(example, "prompt", ""), str)
 
 
-def needs_template(found: Found) -> bool:
+def needs_template(reading: Reading) -> bool:
     """Whether every row of a source is a conversation, whatever its first row is."""
-    form = FORMS[found.reading.form]
-    return form.name == "messages" or form.stored_as is not None
+    form = FORMS[reading.form]
+    takes_turns = form.takes_strings and reading.strings_are == "turns"
+    return form.name == "messages" or form.stored_as is not None or takes_turns
+
+
+def leaves_out_template(reading: Reading) -> bool:
+    """Whether the strings of a source are given to the model as they stand, and nothing says that this is
+    meant."""
+    return FORMS[reading.form].takes_strings and not reading.is_chat and reading.strings_are is None
+
+
+def is_cut_in_text(reading: Reading) -> bool:
+    """Whether rows of a source are strings with a boundary of prompt and answer in them."""
+    form = FORMS[reading.form]
+    return form.takes_strings and not form.is_prompt and not reading.is_chat
 
 
 def check_system_prompt(found: Found) -> None:
@@ -96,7 +113,28 @@ def check_system_prompt(found: Found) -> None:
         raise DataError(
             f"data.system_prompt has no effect: the rows of '{found.source.source}' are strings",
             "data.system_prompt",
-            "remove it, or give system_prompt only to sources of conversations",
+            "set data.strings_are: turns if they are turns of a chat, or give system_prompt only to sources "
+            "of conversations",
+        )
+
+
+def check_strings_are(data: Data, found: Sequence[Found]) -> None:
+    """Raise DataError for a word on strings that says nothing of any row: each source's own, and `data`'s."""
+    takes = [FORMS[one.reading.form].takes_strings for one in found]
+    of_source = [
+        (one, f"of source '{one.source.source}' ")
+        for one, taken in zip(found, takes, strict=True)
+        if one.source.strings_are is not None and not taken
+    ]
+    if data.strings_are is not None and not any(takes):
+        of_source = [(found[0], "")]
+    for one, place in of_source[:1]:
+        form = one.reading.form
+        are = "turns already" if needs_template(one.reading) else "texts without turns"
+        raise DataError(
+            f"data.strings_are {place}has no effect: rows of format {form} are {are}",
+            "data.strings_are",
+            "remove it; it is for strings in the columns prompt, completion, chosen and rejected",
         )
 
 
@@ -116,7 +154,7 @@ def kind_of(found: Sequence[Found], allowed: Sequence[Format]) -> str:
 
     Raises: DataError when the sources cannot be trained on together.
     """
-    kinds = list(dict.fromkeys(stored_as(one) for one in found))
+    kinds = list(dict.fromkeys(stored_as(one, allowed) for one in found))
     num_answers = [FORMS[kind].num_answers for kind in kinds]
     becomes_single = num_answers[0] > 1 and FORMS[allowed[0]].num_answers == 1
     if len(kinds) == 1 and not becomes_single:
@@ -132,10 +170,10 @@ def kind_of(found: Sequence[Found], allowed: Sequence[Format]) -> str:
     )
 
 
-def stored_as(found: Found) -> Format:
-    """Format whose examples the rows of a source become."""
+def stored_as(found: Found, allowed: Sequence[Format] = ()) -> Format:
+    """Format whose examples the rows of a source become: of the methods that write the answers, a prompt."""
     form = FORMS[found.reading.form]
-    return form.stored_as or form.name
+    return "prompt" if "prompt" in allowed[:1] else form.stored_as or form.name
 
 
 def rendering_of(
@@ -145,7 +183,7 @@ def rendering_of(
 
     Raises: DataError when a setting has no effect on rows of this format, or the chat template marks nothing.
     """
-    forms = {stored_as(one) for one in found}
+    forms = {kind} if kind == "prompt" else {stored_as(one) for one in found}
     if data.completion_only_loss and not (
         "prompt_completion" in forms or any(FORMS[form].num_answers for form in forms)
     ):
@@ -162,12 +200,19 @@ def rendering_of(
                 "remove it; it is for rows of messages",
             )
     template = template_of(tokenizer)
-    if template is None and any(needs_template(one) for one in found):
+    if template is None and any(needs_template(one.reading) for one in found):
+        as_text = any(FORMS[one.reading.form].stored_as for one in found)
         raise DataError(
             "the rows are conversations, but the tokenizer has no chat template",
             "model.chat_template",
-            "set model.chat_template: chatml, or the path of a Jinja file",
+            "set model.chat_template: chatml, or the path of a Jinja file"
+            + (
+                "; or train on them as plain text: data.columns with the fields prompt and completion"
+                if as_text
+                else ""
+            ),
         )
+    check_strings_are(data, found)
     for one in found:
         check_template_kwargs(one.reading.template_kwargs, template, one.reading.is_chat)
         check_system_prompt(one)

@@ -28,7 +28,14 @@ from memtrain.trainers.data.sources.readers import Line
 from memtrain.trainers.data.sources.sources import Stream, sampled
 from memtrain.trainers.data.sources.splits import choose_rows
 from memtrain.trainers.data.store.cache import cache_dir, kept, key_of
-from memtrain.trainers.data.store.look_into import Found, kind_of, look_into, rendering_of
+from memtrain.trainers.data.store.look_into import (
+    Found,
+    is_cut_in_text,
+    kind_of,
+    leaves_out_template,
+    look_into,
+    rendering_of,
+)
 from memtrain.trainers.data.store.shown_rows import example_of
 from memtrain.trainers.data.store.token_store import META_FILE, VERSION, StoreWriter, TokenStore
 from memtrain.trainers.data.tokenize.chat import (
@@ -38,8 +45,8 @@ from memtrain.trainers.data.tokenize.chat import (
 )
 from memtrain.trainers.data.tokenize.sample_prompts import sample_prompts
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_digest, tokenizer_of
-from memtrain.trainers.data.tokenize.unrendered import notes_of
-from memtrain.trainers.data.tokenize.workers import Job, Tokenized, tokenized
+from memtrain.trainers.data.tokenize.unrendered import notes_of, share_words
+from memtrain.trainers.data.tokenize.workers import Job, Reading, Tokenized, tokenized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -142,14 +149,20 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
     held_out = len(chosen.eval)
     other = kept_rows(data, data.eval, recipe.method, tokenizer, seed, progress) if data.eval else None
     turn_end, samples = turn_end_in(made.store, tokenizer), recipe.eval.samples
+    strings = string_sources(made.store, tokenizer, data.train)
     return PreparedData(
         train=split_of(made, chosen.train, data.train).model_copy(
-            update={"example": example_of(train, int(chosen.train[0]), tokenizer)}
+            update={
+                "example": example_of(train, int(chosen.train[0]), tokenizer),
+                "boundary": boundary_words(train, tokenizer),
+                "is_merged": train.meta.num_merged > 0,
+            }
         ),
         eval=other and split_of(other, None, data.eval),
         held_out_rows=held_out,
         turn_end=turn_end,
-        leaves_out_template=turn_end is None and leaves_out_template(made.store, tokenizer),
+        leaves_out_template=bool(strings),
+        strings_of=strings if len(data.train) > 1 else (),
         samples=sample_prompts(samples.prompts, data, tokenizer, is_chat=turn_end is not None)
         if samples is not None
         else (),
@@ -162,10 +175,35 @@ def turn_end_in(store: TokenStore, tokenizer: PreTrainedTokenizerFast) -> TurnEn
     return turn_end_of(tokenizer, chats[0]["template_kwargs"]) if chats else None
 
 
-def leaves_out_template(store: TokenStore, tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether a chat template is there for prompts and answers that are strings, no text to continue."""
-    forms = {reading["form"] for reading in store.meta.made_of["readings"]}
-    return template_of(tokenizer) is not None and not forms <= {"text", "ids"}
+def string_sources(
+    store: TokenStore, tokenizer: PreTrainedTokenizerFast, sources: Sequence[Source]
+) -> tuple[str, ...]:
+    """Sources whose prompts and answers are strings, of which the recipe does not say that they are text,
+    where the tokenizer has a chat template."""
+    if template_of(tokenizer) is None:
+        return ()
+    readings = zip(store.meta.sources, store.meta.made_of["readings"], strict=True)
+    found = (number for number, reading in readings if leaves_out_template(Reading(**reading)))
+    return tuple(dict.fromkeys(sources[number].source for number in found))
+
+
+def boundary_words(store: TokenStore, tokenizer: PreTrainedTokenizerFast) -> str:
+    """What the end of a string prompt does to the tokens; empty where no prompt is a string."""
+    meta = store.meta
+    if not any(is_cut_in_text(Reading(**reading)) for reading in meta.made_of["readings"]):
+        return ""
+    if meta.first_merged is None:
+        return (
+            "no token reaches over the end of a prompt: prompts have the same tokens with answers and without"
+        )
+    stream, line, token = meta.first_merged
+    text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+    rows = share_words(meta.num_merged, meta.num_rows)
+    return (
+        f"where prompt and answer meet, one token holds characters of both, and is trained on (in {rows}; "
+        f"the first {meta.streams[stream]}:{line}: {text!r}): nothing separates them; a newline at the end "
+        "of prompts does, or data.strings_are: turns"
+    )
 
 
 def split_of(made: KeptRows, rows: Any, sources: Sequence[Source]) -> PreparedSplit:

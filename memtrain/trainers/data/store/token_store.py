@@ -33,7 +33,7 @@ from memtrain.recipes.sections.base import Section
 from memtrain.trainers.data.sources.splits import HAS_PROMPTS, Hashes, span_hashes
 from memtrain.trainers.data.store.blocks import BLOCK_BYTES, CheckedFile, SummedFile, Sums
 
-VERSION = 4
+VERSION = 5
 """Of the layout, and of how files become rows. A store of another version is made again."""
 META_FILE = "meta.json"
 SUMS_FILE = "sums.bin"
@@ -67,6 +67,8 @@ class Stored(Section):
     """Rows that hold a field which is in none of their texts, by the field."""
     num_merged: int
     """Rows where a token reaches over the end of the prompt."""
+    first_merged: tuple[int, int, int] | None
+    """(stream, line, that token) of the first of them."""
     longest_tokens: int
     has_label: bool
     has_columns: bool
@@ -99,6 +101,8 @@ class TokenRow:
     stream: int
     line: int
     merged: bool = False
+    merged_token: int | None = None
+    """The token that reaches over the end of the prompt, where it is not the first after it."""
     label: float | None = None
     columns: dict[str, Any] | None = None
 
@@ -118,12 +122,19 @@ class Rows:
     labels: NDArray[np.float32]
     columns: list[str] = field(default_factory=list)
     num_merged: int = 0
+    first_merged: tuple[int, int, int] | None = None
+    """(stream, line, token that reaches over the end of the prompt) of the first such row."""
 
 
 def as_rows(rows: list[TokenRow], num_parts: int) -> Rows:
     """Rows put together."""
     spans = [span for row in rows for span in row.loss_spans]
     columns = [json.dumps(row.columns, ensure_ascii=False) for row in rows if row.columns is not None]
+    merged = [
+        (row.stream, row.line, int(row.ids[row.parts[0]]) if row.merged_token is None else row.merged_token)
+        for row in rows
+        if row.merged
+    ]
     return Rows(
         ids=np.concatenate([row.ids for row in rows]) if rows else np.zeros(0, np.int32),
         part_tokens=np.array([row.parts for row in rows], np.int64).reshape(len(rows) * num_parts),
@@ -132,7 +143,8 @@ def as_rows(rows: list[TokenRow], num_parts: int) -> Rows:
         origin=np.array([(row.stream, row.line) for row in rows], np.int64).reshape(-1, 2),
         labels=np.array([np.nan if row.label is None else row.label for row in rows], np.float32),
         columns=columns,
-        num_merged=sum(row.merged for row in rows),
+        num_merged=len(merged),
+        first_merged=merged[0] if merged else None,
     )
 
 
@@ -151,6 +163,7 @@ class StoreWriter:
             self.files["columns"] = SummedFile(folder / "columns.jsonl")
         self.num_rows = self.num_tokens = self.num_loss_tokens = self.num_merged = 0
         self.num_spans = self.num_column_bytes = self.longest = 0
+        self.first_merged: tuple[int, int, int] | None = None
         for name in names:
             if name.endswith("_ptr"):
                 self.files[name].write(np.zeros(1, np.int64).tobytes())
@@ -176,6 +189,7 @@ class StoreWriter:
         self.num_tokens += len(rows.ids)
         self.num_spans += len(rows.spans)
         self.num_merged += rows.num_merged
+        self.first_merged = self.first_merged or rows.first_merged
         self.num_loss_tokens += int(np.subtract(rows.spans[:, 1], np.maximum(rows.spans[:, 0], 1)).sum())
         lengths = rows.part_tokens.reshape(-1, self.num_parts).sum(axis=1)
         self.longest = max(self.longest, int(lengths.max()))
@@ -194,6 +208,7 @@ class StoreWriter:
             num_tokens=self.num_tokens,
             num_loss_tokens=self.num_loss_tokens,
             num_merged=self.num_merged,
+            first_merged=self.first_merged,
             longest_tokens=self.longest,
             has_label=self.has_label,
             has_columns=self.has_columns,

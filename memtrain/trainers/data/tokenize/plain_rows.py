@@ -120,6 +120,8 @@ def plain_rows(encoder: Encoder, made: PlainTexts, origin: list[tuple[int, int]]
         cuts[at], merged[at] = one.cut, one.merged
     if not (sizes > np.maximum(cuts, 1)).all():
         return None
+    at = int(np.flatnonzero(merged)[0]) if merged.any() else -1
+    first = (*origin[at], int(found.ids[found.bounds[at] + cuts[at]])) if at >= 0 else None
     part_tokens = sizes if parts == 1 else np.stack([cuts, sizes - cuts], axis=1).reshape(-1)
     return Rows(
         ids=found.ids,
@@ -129,4 +131,5 @@ def plain_rows(encoder: Encoder, made: PlainTexts, origin: list[tuple[int, int]]
         origin=np.array(origin, np.int64).reshape(-1, 2),
         labels=np.full(len(sizes), np.nan, np.float32),
         num_merged=int(merged.sum()),
+        first_merged=first,
     )

@@ -16,11 +16,13 @@ import numpy as np
 from memtrain.errors import DataError
 from memtrain.recipes.formats import unpaired
 from memtrain.recipes.formats.detect import FORMS, used_columns
-from memtrain.recipes.formats.fields import BadRow, Example, Names
+from memtrain.recipes.formats.fields import BadRow, Example, Names, Row
 from memtrain.recipes.formats.ids import Ids
 from memtrain.recipes.formats.media import refuse_media
 from memtrain.recipes.formats.preference import Preference
-from memtrain.recipes.formats.prompt import Prompt, text_of
+from memtrain.recipes.formats.prompt import Prompt, of_answered, text_of
+from memtrain.recipes.formats.prompt_completion import PromptCompletion
+from memtrain.recipes.formats.string_turns import as_turns
 from memtrain.recipes.formats.system_prompt import with_system
 from memtrain.recipes.formats.unpaired import Unpaired
 from memtrain.trainers.data.sources.readers import Line
@@ -47,6 +49,18 @@ class Reading:
     """Whether the chat template renders its first row."""
     system_prompt: str | None = None
     """System message of the conversations that have none of their own."""
+    strings_are: str | None = None
+    """What the recipe says of strings: `turns`, `text`, or nothing."""
+
+    def example(self, row: Row, kind: str = "") -> Example:
+        """A row, read; of `kind` prompt, of a question and its answer the question. Raises: BadRow."""
+        example = FORMS[self.form].parse(row, self.names)
+        if self.strings_are == "turns":
+            example = as_turns(example, row, self.names)
+        example = with_system(example, self.system_prompt)
+        if kind == "prompt" and isinstance(example, PromptCompletion):
+            return of_answered(example, row, self.names)
+        return example
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +121,7 @@ class Tokenizing:
         self.encoder = Encoder(job.tokenizer_json)
         self.columns = [
             columns_of(one.form, one.names, job.kind, job.rendering)
-            if self.encoder.cuts_by_bytes and one.system_prompt is None
+            if self.encoder.cuts_by_bytes and one.system_prompt is None and one.strings_are != "turns"
             else None
             for one in job.readings
         ]
@@ -130,7 +144,7 @@ class Tokenizing:
                 if isinstance(row, BadRow):
                     raise row
                 refuse_media(row, used_columns(reading.form, reading.names))
-                example = with_system(FORMS[reading.form].parse(row, reading.names), reading.system_prompt)
+                example = reading.example(row, kind)
                 unused = unused_columns(row, example, reading.form, reading.names, kind)
                 for one in self._as_kind(example):
                     self._render(made, at, one)
@@ -256,8 +270,9 @@ def row_of_pair(chosen: Encoded, rejected: Encoded, margin: float | None, stream
     ids = np.concatenate([chosen.ids, second])
     spans = ((num_prompt + seen, len(chosen.ids)), (len(chosen.ids) + seen, len(ids)))
     parts = (num_prompt, len(first), len(second))
-    merged = chosen.merged or rejected.merged or num_prompt < most
-    return TokenRow(ids, parts, spans, stream, line, merged=merged, label=margin)
+    over = next((int(one.ids[one.cut]) for one in (chosen, rejected) if one.merged), None)
+    merged = over is not None or num_prompt < most
+    return TokenRow(ids, parts, spans, stream, line, merged=merged, merged_token=over, label=margin)
 
 
 def batches(rows: Iterable[tuple[int, Line]], rows_at_once: int = ROWS_AT_ONCE) -> Iterator[Batch]:

@@ -216,12 +216,29 @@ def test_each_answer_of_a_first_pair_stands_below_its_name(tmp_path):
 
 
 def test_a_chat_template_that_rows_of_strings_do_not_use_is_named(tmp_path):
-    strings = {"prompt": "1 + 1?", "completion": "2"}
-    data = prepare(recipe_of(tmp_path, train=jsonl(tmp_path / "d.jsonl", [strings])))
-    note = "Rows are strings: the chat template is not used (it is for rows of messages)."
-    assert note in data.words()
+    strings = jsonl(tmp_path / "d.jsonl", [{"prompt": "1 + 1?", "completion": "2"}])
+    (words,) = (one for one in prepare(recipe_of(tmp_path, train=strings)).words() if "Warning" in one)
+    assert words.startswith(
+        "Warning: the rows are strings, which the tokenizer's chat template does not write"
+    )
+    assert "data.strings_are: turns" in words
+    prompts = jsonl(tmp_path / "p.jsonl", [{"prompt": "1 + 1?"}])
+    pairs = jsonl(tmp_path / "q.jsonl", [{"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}])
+    for method, rows in (("grpo", prompts), ("dpo", pairs), ("kto", pairs), ("reward", pairs)):
+        said = recipe_of(tmp_path, train=rows).data
+        rewards = {"rewards": {"functions": "exact_answer"}} if method == "grpo" else {}
+        recipe = Recipe.model_validate(
+            {"method": method, "model": {"path": "builtin:tiny"}, "data": said} | rewards
+        )
+        assert words in prepare(recipe).words(), method
+    for are in ("turns", "text"):
+        told = prepare(recipe_of(tmp_path, train=strings, strings_are=are)).words()
+        assert not any("Warning" in one for one in told)
     text = prepare(recipe_of(tmp_path, train=jsonl(tmp_path / "t.jsonl", [{"text": "1 + 1?"}])))
-    assert note not in text.words()
+    assert words not in text.words()
+    chats = jsonl(tmp_path / "m.jsonl", [{"messages": [ASKED, TOLD]}])
+    mixed = prepare(recipe_of(tmp_path, train=[chats, strings])).words()
+    assert any(f"the rows of {strings} are strings" in one for one in mixed)
 
 
 def test_one_source_is_no_mixture(tmp_path):

@@ -87,7 +87,7 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
         GOOD + b'{"question": "a", "answer": "b"}\n',
         "the row has no column 'prompt'; it has question, answer",
         "{file}:2",
-        "data.columns: {prompt: question}",
+        "data.columns: {prompt: question}; and data.strings_are: turns where its strings are turns of a chat",
     ),
     "a number for a prompt": (
         "d.jsonl",
@@ -257,7 +257,7 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
         "no format fits the columns query, response: rows need prompt and completion, or messages, or text, "
         "or input_ids, or instruction and output, or question and answer",
         "{file}:1",
-        "data.columns: {prompt: query, completion: response}",
+        "data.columns: {question: query, answer: response}",
     ),
     "an unknown role": (
         "d.jsonl",
