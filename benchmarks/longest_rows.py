@@ -21,7 +21,7 @@ from result_files import write_result
 from memtrain.cli.plan.lookup import look_at_model
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.memory.estimate.host_memory import host_bytes
-from memtrain.memory.estimate.workload import HeaviestBatch
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.plan import Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.reading.load import load_recipe

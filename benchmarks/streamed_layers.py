@@ -35,8 +35,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from memtrain.memory.estimate.activations import layer_boundary
 from memtrain.memory.estimate.streamed_layers import KEYS, ROW, streamed_backward
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.recipes.recipe import Recipe

@@ -17,9 +17,9 @@ from memtrain.cli.rescue.as_it_was import PRESUMED as HAD
 from memtrain.cli.rescue.as_it_was import facts_of, priced_with
 from memtrain.errors import MemtrainError
 from memtrain.memory.estimate.static import overhead
-from memtrain.memory.estimate.workload import TRANSFORMERS, ForeignStep
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.heaviest_batch import TRANSFORMERS, ForeignStep
 from memtrain.recipes.edit import with_key
 from memtrain.recipes.reading.load import load_text
 from memtrain.recipes.recipe import Recipe

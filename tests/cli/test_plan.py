@@ -203,13 +203,25 @@ def test_a_budget_limits_the_plan_and_what_does_not_fit_is_refused_with_ways_out
 
 
 @pytest.mark.parametrize(
+    ("words", "budget", "said"),
+    [
+        (["--gpu", "h100", "--budget", "96GiB"], 96, "at the speed of H100: that has 79.10 GiB"),
+        (["--budget", "1TiB"], 1024, "at the speed of B300: no known card has more than 267.7 GiB"),
+    ],
+)
+def test_a_budget_above_the_card_is_planned_as_asked_and_said(recipe, words, budget, said, capsys):
+    run(["plan", recipe, "--without-data", *words])
+    assert said in reported(capsys)
+    run(["plan", recipe, "--without-data", "--json", *words])
+    assert json.loads(capsys.readouterr().out)["budget_bytes"] == budget * 2**30
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--gpu", "h9000"], "unknown GPU"),
         (["--budget", "much"], "not a size"),
         (["--num-gpus", "8"], "needs a kind of GPU"),
-        (["--gpu", "l4", "--budget", "80GiB"], "more than L4 has"),
-        (["--budget", "1TiB"], "--budget 1024.0 GiB is more than"),
         (["--gpu", "h100", "cluster.device=cpu"], "cluster.device: cpu"),
         (["--gpu", "h100", "--without-data", "length.max_length=null"], "the length of the rows is unknown"),
         (

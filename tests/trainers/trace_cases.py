@@ -12,11 +12,12 @@ from memtrain.memory.estimate.auxiliary_models import RewardShape, reward_scorin
 from memtrain.memory.estimate.kept import kept_bytes
 from memtrain.memory.estimate.peaks import estimate, phase_peak
 from memtrain.memory.estimate.pricing import head_output_of
-from memtrain.memory.estimate.sharded.zero_config import bucket_of
+from memtrain.memory.estimate.sharded.zero_buckets import bucket_of
 from memtrain.memory.estimate.teachers import TeacherShape, teacher_load
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS as METHOD_NAMES

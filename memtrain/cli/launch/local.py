@@ -21,9 +21,9 @@ from memtrain.cli.launch.topology import (
     environment,
     started_environment,
 )
-from memtrain.memory.estimate.sharded.zero_config import CONFIG_FILE, zero_config
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.plan import Plan
+from memtrain.memory.plan.zero_config import CONFIG_FILE, zero_config
 from memtrain.recipes.reading.environment import hidden
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.lock import OWNER, RunLock

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memtrain.memory.estimate.pricing import PlannerInputs, head_output_of, predict, price
-from memtrain.memory.estimate.workload import HeaviestBatch
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.plan import Plan, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.strategies.base import StrategyGroup

@@ -20,7 +20,6 @@ from memtrain.memory.estimate.pricing import (
     phases_on_host,
 )
 from memtrain.memory.estimate.static import needed, overhead
-from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.explain.own_layers import activations_words
 from memtrain.memory.explain.reasons import gains, left_out
 from memtrain.memory.generation.rollout_time import RolloutTime, rollout_time
@@ -29,6 +28,7 @@ from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.model_shape.shape import NO_RUN
 from memtrain.memory.plan.engine_kinds import uses_zero
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.length_profile import LengthReport
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings

@@ -198,13 +198,7 @@ def look_at_devices(
     else:
         found, presumed = here, frozenset[str]()
     if budget is not None and budget > max(found.memory_bytes, found.sold_bytes):
-        is_largest = gpu is None and presumed == ELSEWHERE
-        whose = f"any known card has: {found.name}," if is_largest else f"{found.name} has:"
-        raise RecipeError(
-            f"--budget {gib(budget)} is more than {whose} {gib(found.memory_bytes)}",
-            where="--budget",
-            fix="give the memory of one card" if is_largest else "lower it, or name a larger card with --gpu",
-        )
+        found = found.with_more_memory(budget)
     return found, presumed
 
 
@@ -213,6 +207,13 @@ def card_words(hardware: Hardware, gpu: str | None, num_bytes: int | None, devic
 
     `num_bytes`: the budget that the command gives. `where`: the place of cluster.device in the recipe.
     """
+    if hardware.own_bytes:
+        is_chosen = gpu is None and hardware.sold_bytes > 0
+        whose = "no known card has more than" if is_chosen else "that has"
+        return (
+            f"The plan counts with the {gib(hardware.memory_bytes)} of --budget, at the speed of "
+            f"{hardware.name}: {whose} {gib(hardware.own_bytes)}."
+        )
     if gpu is not None:
         return ""
     if hardware.sold_bytes and num_bytes is not None:

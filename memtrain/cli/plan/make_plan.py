@@ -15,10 +15,10 @@ from memtrain.cli.plan.model_shape import layers_seer, shape_for
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.cli.plan.usual_tokenizer import keep_last
 from memtrain.memory.estimate.pricing import PlannerInputs, host_need
-from memtrain.memory.estimate.workload import MixedRows
 from memtrain.memory.hardware.calibration import version
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.hardware.peak_history import read_history
+from memtrain.memory.plan.heaviest_batch import MixedRows
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import Owned, Plan, PreparedData
 from memtrain.memory.plan.settings import Settings

@@ -14,9 +14,10 @@ from memtrain.cli.rescue.vllm_share import Beside, beside_vllm
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.peaks import step_moments, total
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced, heaviest, may_accumulate, price
-from memtrain.memory.estimate.workload import TRANSFORMERS, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.engine_kinds import ZERO
+from memtrain.memory.plan.heaviest_batch import TRANSFORMERS
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.plan import Owned, PhasePeak
 from memtrain.memory.planner.resolve import open_space

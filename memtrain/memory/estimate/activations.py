@@ -58,12 +58,13 @@ from memtrain.memory.estimate.own_attention import (
     softmax_backward,
     softmax_forward,
 )
-from memtrain.memory.estimate.quantized import LAST, packs_itself, unpacked
+from memtrain.memory.estimate.quantized import LAST, unpacked
 from memtrain.memory.estimate.query_norms import query_norm_backward
 from memtrain.memory.estimate.seen_layers import seen_backward, seen_forward, seen_kept
 from memtrain.memory.estimate.segment_calls import call_results
 from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.model_shape.shape import ENTERING, MLP_NAMES
+from memtrain.memory.plan.sizes import packs_itself
 
 
 def norm_kept(load: Workload, width: int, *, num_scales: int) -> int:

@@ -9,14 +9,13 @@ from memtrain.memory.estimate.activations import layer_forward, norm_kept
 from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.sharded.sharding import gathered, share
 from memtrain.memory.estimate.static import gradient_bytes, static_bytes, weights_bytes
-from memtrain.memory.estimate.workload import DTYPE_BYTES, HeadOutput, HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import DTYPE_BYTES, Workload
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights
+from memtrain.memory.plan.heaviest_batch import HeadOutput
+from memtrain.memory.plan.models_beside import reward_model_batch, reward_model_settings
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
-
-READ_TOKENS = 8192
-"""Tokens that a reward model reads at once, where no answer alone is longer (rewards/models.py)."""
 
 STEPS = ("first step", "steady step")
 OF_VALUE = "value model's step"
@@ -42,37 +41,6 @@ class RewardShape:
         """The model's weights on one rank, without a head over the vocabulary."""
         own = reward_model_settings(settings, self.dtype, is_alike=self.is_alike)
         return share(DTYPE_BYTES[own.dtype] * headless(self.shape).num_parameters, own, of="weights")
-
-
-def reward_model_settings(
-    settings: Settings, dtype: str, *, is_alike: bool, follows_lengths: bool = False
-) -> Settings:
-    """Settings of a reward model of some precision beside a policy: without an adapter; in FSDP2's shards
-    where the policy's weights are in parts.
-
-    `is_alike`: its architecture is the policy's. Rows of others are padded: nobody checked that they can lie
-    end to end. `follows_lengths`: what it makes of a prompt depends on how long its answer is.
-    """
-    own = settings.dtype if dtype == "auto" else dtype
-    plain = {"dtype": own, "adapter": None, "quantize": "none", "liger": False}
-    plain |= {"kernels": "transformers"}
-    in_parts = shards_weights(settings)
-    plain |= {"engine": "fsdp2" if in_parts else "ddp", "loads_shards": in_parts}
-    form = settings.row_form
-    if not is_alike:
-        plain["attention"] = "transformers"
-        form = form._replace(padding_free=False, shared_prompts=False)
-    if follows_lengths:
-        by_row = not (is_alike and settings.padding_free)
-        form = form._replace(shared_prompts=False, positions_by_row=by_row)
-    return settings.model_copy(update=plain | form.updates())
-
-
-def reward_model_batch(longest: int, max_length: int | None = None) -> HeaviestBatch:
-    """The most that a reward model reads at once of answers of `longest` tokens with their prompts."""
-    longest = min(longest, max_length or longest)
-    count = max(1, READ_TOKENS // longest)
-    return HeaviestBatch(count, count * longest, count, longest)
 
 
 def headless(shape: ModelShape) -> ModelShape:

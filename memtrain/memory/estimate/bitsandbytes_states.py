@@ -12,15 +12,7 @@ from typing import NamedTuple
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
-
-BLOCK = 256
-"""Numbers of a state that share a scale."""
-WEIGHT_BLOCK = 64
-"""Weights in 4 bits that share a scale."""
-LEAST_8BIT = 4096
-"""Tensors with fewer numbers have float32 states."""
-LEAST_PAGED = 100_000
-"""States of tensors with fewer numbers are not paged."""
+from memtrain.memory.plan.sizes import LEAST_8BIT, LEAST_PAGED, STATE_BLOCK
 
 
 class StateBytes(NamedTuple):
@@ -38,7 +30,7 @@ def blockwise_states(settings: Settings, shape: ModelShape) -> StateBytes:
     for size, count in trained_tensors(settings, shape):
         is_small = size < LEAST_8BIT
         numbers = 2 * size * (1 if is_8bit and not is_small else 4)
-        scales = 2 * 4 * -(-size // BLOCK) if is_8bit and not is_small else 0
+        scales = 2 * 4 * -(-size // STATE_BLOCK) if is_8bit and not is_small else 0
         is_away = is_paged and settings.device == "cuda" and size >= LEAST_PAGED
         host += count * numbers * is_away
         device += count * (scales + numbers * (not is_away))

@@ -5,16 +5,9 @@ from __future__ import annotations
 from memtrain.memory.estimate.auxiliary_models import headless
 from memtrain.memory.estimate.static import copy_size, moments_bytes, reference_bytes, trained_parts
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
+from memtrain.memory.plan.engine_kinds import uses_zero, writes_shards
+from memtrain.memory.plan.plan import COPY
 from memtrain.memory.plan.settings import Settings
-
-COPY = "checkpoint copy"
-"""Owner of copies that are written to disk."""
-
-
-def writes_shards(settings: Settings) -> bool:
-    """Whether each process writes its own part; else the main process writes all."""
-    return is_sharded(settings) and settings.checkpoint_layout == "sharded"
 
 
 def copied_bytes(settings: Settings, shape: ModelShape) -> int:

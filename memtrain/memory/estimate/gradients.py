@@ -9,16 +9,11 @@ from memtrain.memory.estimate.adapters import head_adapter, rounded_adapters
 from memtrain.memory.estimate.experts import stack_gradients
 from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.seen_layers import seen_gradients
-from memtrain.memory.estimate.static import (
-    backward_bucket,
-    gradient_bytes,
-    largest_trained,
-    sums_wide,
-    trains_embedding,
-)
+from memtrain.memory.estimate.static import gradient_bytes, largest_trained, sums_wide, trains_embedding
 from memtrain.memory.estimate.weights_offload import adapter_of_layer, gradients_on_the_way, trains_away
 from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.plan.engine_kinds import is_sharded
+from memtrain.memory.plan.sizes import backward_bucket
 
 
 class GradientBytes(NamedTuple):

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import layer_boundary, norm_kept
 from memtrain.memory.estimate.adapters import head_adapter
-from memtrain.memory.estimate.loss_tiles import tile_columns, tile_tokens
-from memtrain.memory.estimate.workload import HeadOutput, Workload, once
+from memtrain.memory.estimate.workload import Workload, once
+from memtrain.memory.plan.heaviest_batch import HeadOutput
+from memtrain.memory.plan.sizes import tile_columns, tile_tokens
 
 
 class HeadBytes(NamedTuple):

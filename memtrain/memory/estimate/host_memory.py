@@ -5,7 +5,7 @@ from __future__ import annotations
 from memtrain.errors import OR, DoesNotFit, Fault
 from memtrain.memory.estimate.activations import layer_boundary
 from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
-from memtrain.memory.estimate.checkpoint_copies import COPY, copied_beside
+from memtrain.memory.estimate.checkpoint_copies import copied_beside
 from memtrain.memory.estimate.host_phases import (
     LAID_OUT,
     NUM_PIECES,
@@ -26,12 +26,14 @@ from memtrain.memory.estimate.static import (
 )
 from memtrain.memory.estimate.step_time import num_checkpointed
 from memtrain.memory.estimate.weights_offload import away, num_trained_away, trains_away
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.optimizers import OPTIMIZERS
-from memtrain.memory.plan.plan import Prediction
+from memtrain.memory.plan.plan import COPY, Prediction
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.sizes import block_bytes
 from memtrain.memory.plan.units import gib
 
 ROW_BYTES = 64
@@ -41,9 +43,6 @@ tokens themselves are read from a mapped file."""
 
 STEPPED_THERE = "states of the host's weights"
 """Owner of moments and float32 copies of weights that live, and are stepped, on the host."""
-
-ROUND_BYTES = 2 * 2**20
-"""Blocks are powers of two up to this and multiples of it above, so that sizes recur. Taste: a huge page."""
 
 
 def host_bytes(
@@ -133,15 +132,8 @@ def _waiting(settings: Settings, shape: ModelShape, heaviest: HeaviestBatch) -> 
         waiting = kept_whole(load)
     if settings.offload == "boundaries":
         away = max(0, num_checkpointed(settings, shape) - settings.offload_keep)
-        waiting = away * rounded(layer_boundary(load))
+        waiting = away * block_bytes(layer_boundary(load))
     return waiting
-
-
-def rounded(num_bytes: int) -> int:
-    """The size of the block of pinned memory that holds `num_bytes` of offloaded activations."""
-    if num_bytes <= ROUND_BYTES:
-        return 1 << max(0, num_bytes - 1).bit_length()
-    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
 
 
 def _weights(settings: Settings, shape: ModelShape) -> dict[str, int]:
@@ -159,7 +151,7 @@ def _weights(settings: Settings, shape: ModelShape) -> dict[str, int]:
     is_one = settings.batch_size is not None and settings.micro_batch_size >= settings.batch_size
     size = own.total // count if is_one and settings.adapter is None else 4
     held = own.trained if settings.in_backward else size * count
-    return found | {"gradients": held + 2 * rounded(own.trained) + rounded(own.embedding)}
+    return found | {"gradients": held + 2 * block_bytes(own.trained) + block_bytes(own.embedding)}
 
 
 def _states(settings: Settings, shape: ModelShape) -> int:

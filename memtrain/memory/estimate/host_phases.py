@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memtrain.memory.estimate.checkpoint_copies import COPY, copied_bytes, writes_shards
+from memtrain.memory.estimate.checkpoint_copies import copied_bytes
 from memtrain.memory.estimate.static import largest_trained
 from memtrain.memory.model_shape.shape import ModelShape
-from memtrain.memory.plan.engine_kinds import is_sharded
+from memtrain.memory.plan.engine_kinds import is_sharded, writes_shards
+from memtrain.memory.plan.plan import COPY
 from memtrain.memory.plan.settings import Settings
 
 Owners = Mapping[str, int]

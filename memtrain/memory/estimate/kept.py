@@ -17,11 +17,11 @@ from memtrain.memory.estimate.adapters import adapts, masks_kept
 from memtrain.memory.estimate.offloaded_layers import waiting_storages
 from memtrain.memory.estimate.own_attention import masked_kept
 from memtrain.memory.estimate.positions import positions, positions_and_mask
-from memtrain.memory.estimate.quantized import packs_itself
 from memtrain.memory.estimate.seen_layers import seen_at_work, seen_kept
 from memtrain.memory.estimate.static import learns_embeddings
 from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.model_shape.shape import ENTERING
+from memtrain.memory.plan.sizes import packs_itself
 
 
 class Kept(NamedTuple):

@@ -23,11 +23,7 @@ from memtrain.memory.estimate.own_attention import (
 from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import ENTERING, MLP_NAMES
-
-KEPT_STORAGES = 8
-"""Storages that stay while their copies run. Source: trainers/model/offload/activations.py, `KEEP_LAST`."""
-LEAST_BYTES = 2**16
-"""Smaller storages stay. Source: trainers/model/offload/offloader.py, `MIN_BYTES`."""
+from memtrain.memory.plan.sizes import KEEP_LAST, MIN_BYTES
 
 
 def waiting_storages(load: Workload) -> int:
@@ -39,7 +35,7 @@ def waiting_storages(load: Workload) -> int:
     if not _is_plain(load):
         return min(full, load.a * load.N * (5 * widest_mlp(load) + 2 * shape.width))
     large, stays = _by_size(load)
-    return sum(islice(cycle(reversed(large)), min(KEPT_STORAGES, shape.num_layers * len(large)))) + stays
+    return sum(islice(cycle(reversed(large)), min(KEEP_LAST["all"], shape.num_layers * len(large)))) + stays
 
 
 def storages_amid(load: Workload) -> int:
@@ -49,10 +45,10 @@ def storages_amid(load: Workload) -> int:
     if shape.num_layers < 2 or shape.seen is not None or not _is_plain(load):
         return 0
     large, stays = _by_size(load)
-    of_mlp = [size for size in _saved_in_mlp(load) if size >= LEAST_BYTES]
+    of_mlp = [size for size in _saved_in_mlp(load) if size >= MIN_BYTES]
     before = [*large, *large[: len(large) - len(of_mlp)]]
     made = load.a * load.N * (3 * shape.mlp_width + shape.width)
-    return stays + sum(before[-KEPT_STORAGES:]) + made + _beside_by_liger(load, len(large) - len(of_mlp))
+    return stays + sum(before[-KEEP_LAST["all"] :]) + made + _beside_by_liger(load, len(large) - len(of_mlp))
 
 
 def _beside_by_liger(load: Workload, num_before_mlp: int) -> int:
@@ -61,7 +57,7 @@ def _beside_by_liger(load: Workload, num_before_mlp: int) -> int:
     if not load.settings.liger:
         return 0
     scaled = not load.trains_all and not adds_in_one_kernel(load)
-    entered = num_before_mlp > KEPT_STORAGES
+    entered = num_before_mlp > KEEP_LAST["all"]
     return load.a * load.N * (scaled * load.shape.mlp_width + entered * load.shape.width)
 
 
@@ -75,8 +71,8 @@ def _is_plain(load: Workload) -> bool:
 def _by_size(load: Workload) -> tuple[list[int], int]:
     """(storages of a layer that travel, in their order; bytes of all others, of all layers)."""
     saved = _saved_in_order(load)
-    small = sum(size for size in saved if size < LEAST_BYTES)
-    return [size for size in saved if size >= LEAST_BYTES], load.shape.num_layers * small
+    small = sum(size for size in saved if size < MIN_BYTES)
+    return [size for size in saved if size >= MIN_BYTES], load.shape.num_layers * small
 
 
 def _saved_in_order(load: Workload) -> list[int]:

@@ -5,10 +5,6 @@ from __future__ import annotations
 from memtrain.memory.estimate.auxiliary_models import headless
 from memtrain.memory.estimate.sharded.sharding import share
 from memtrain.memory.estimate.static import (
-    COMPRESSED_GROUP,
-    MASTER_BUCKET,
-    OFFLOAD_BUCKET,
-    backward_bucket,
     gradient_bytes,
     largest_trained,
     num_half,
@@ -21,6 +17,7 @@ from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.sizes import COMPRESSED_GROUP, MASTER_BUCKET, OFFLOAD_BUCKET, backward_bucket
 
 PACKED = 3 + 1 / 4 + (1 + 4 / COMPRESSED_GROUP) / 4
 """Float32 sizes of a tensor whose second moment goes into 8 bits: its root, two of the three that make codes,

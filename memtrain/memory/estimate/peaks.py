@@ -25,7 +25,7 @@ from memtrain.memory.estimate.adapter_sums import sums_forward
 from memtrain.memory.estimate.adapters import rounded_adapters, without_adapters
 from memtrain.memory.estimate.auxiliary_models import OF_VALUE, value_load, value_model
 from memtrain.memory.estimate.backward_steps import head_step, layer_steps
-from memtrain.memory.estimate.checkpoint_copies import copied_here, writes_shards
+from memtrain.memory.estimate.checkpoint_copies import copied_here
 from memtrain.memory.estimate.dora import factor_scaled, norms_forward
 from memtrain.memory.estimate.experts import experts_forward, stacks_backward
 from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch
@@ -38,7 +38,7 @@ from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer
 from memtrain.memory.estimate.own_attention import final_norm_forward, own_masks
 from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.query_norms import query_norm_backward
-from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, pass_moments
+from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments, own_gradients, pass_moments
 from memtrain.memory.estimate.sharded.zero import (
     TO_SAVE,
     Asked,
@@ -51,7 +51,6 @@ from memtrain.memory.estimate.sharded.zero import (
 )
 from memtrain.memory.estimate.static import (
     copies_at_load,
-    gradient_bytes,
     reference_bytes,
     static_bytes,
     trains_head,
@@ -68,9 +67,10 @@ from memtrain.memory.estimate.weights_offload import (
     staged_here,
     trains_away,
 )
-from memtrain.memory.estimate.workload import HeadOutput, HeaviestBatch, Workload, once
+from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.model_shape.shape import ENTERING, MLP_NAMES, ModelShape
-from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero
+from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero, writes_shards
+from memtrain.memory.plan.heaviest_batch import HeadOutput, HeaviestBatch
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 
@@ -315,7 +315,7 @@ def _sharded_moments(load: Workload, *, has_state: bool, accumulates: bool) -> l
     """The same where weights are in shards: layers are gathered, and gradients leave as they are made."""
     asked = reference_pass(load, head_bytes(load, trains_head=trains_head(load.settings)))
     resting, last = _resting(load, has_state=has_state), _resting(load, has_state=True)
-    own = gradient_bytes(load.settings, load.shape, accumulates=accumulates)
+    own = own_gradients(load, accumulates=accumulates)
     scratch = optimizer_scratch(load, accumulates=accumulates) + offload_bucket(load)
     return [
         resting | taught_moment(load),

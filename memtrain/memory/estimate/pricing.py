@@ -13,11 +13,12 @@ from memtrain.memory.estimate.peaks import estimate, evaluation_moment, phase_pe
 from memtrain.memory.estimate.static import needed
 from memtrain.memory.estimate.step_time import step_time
 from memtrain.memory.estimate.teachers import TeacherShape, teacher_load
-from memtrain.memory.estimate.workload import ForeignStep, HeadOutput, HeaviestBatch, MixedRows, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.packages import installed
 from memtrain.memory.hardware.peak_history import EMPTY, History, kind_of_run
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.heaviest_batch import ForeignStep, HeadOutput, HeaviestBatch, MixedRows
 from memtrain.memory.plan.length_profile import LengthProfile
 from memtrain.memory.plan.plan import PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings

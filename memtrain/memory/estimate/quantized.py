@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from math import gcd
 from typing import NamedTuple
 
-from memtrain.memory.model_shape.layer_parts import ExpertStack
 from memtrain.memory.model_shape.shape import MLP_NAMES, ModelShape
-from memtrain.memory.plan.engine_kinds import shards_weights
 from memtrain.memory.plan.settings import Settings
-
-NF4_BLOCK = 64
-"""Weights that share a scale. Source: bitsandbytes' default."""
-
-SCALE_BLOCK = 256
-"""Scales that share a scale of their own. Source: bitsandbytes."""
+from memtrain.memory.plan.sizes import NF4_BLOCK, SCALE_BLOCK, experts_at_once, packs_itself
 
 NF4_BYTES = 0.5 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * SCALE_BLOCK)
 """Bytes of a 4-bit weight: half a byte, an 8-bit scale for 64, a float32 scale for 256 of those.
@@ -22,10 +14,6 @@ Source: Dettmers et al. 2023, arXiv:2305.14314, section 3."""
 
 LAST = "down_proj"
 """Name of the last map of an MLP, and of its experts' stack."""
-
-UNPACKED_BYTES = 256 * 2**20
-"""Most bytes of a stack of experts that are unpacked at once (one matrix may be more). Taste: a product with
-a few experts' matrices is long enough to keep a GPU busy, and Qwen3-30B-A3B's gates need 768 MiB together."""
 
 
 def expert_bytes(shape: ModelShape, quantize: str) -> int:
@@ -52,24 +40,6 @@ def packed_layer(shape: ModelShape, size: int, quantize: str) -> int:
     return round((rest + packed) * largest / every)
 
 
-def packs_itself(settings: Settings) -> bool:
-    """Whether linear maps are packed by memtrain's own code: on a CPU, and in shards.
-
-    bitsandbytes keeps the scales of a weight beside it, where nothing cuts them.
-    """
-    return settings.device == "cpu" or shards_weights(settings)
-
-
-def experts_at_once(stack: ExpertStack, size: int) -> int:
-    """Experts that are unpacked together: all that need at most `UNPACKED_BYTES`, in whole blocks of scales.
-
-    `size`: bytes of an unpacked weight.
-    """
-    each = stack.num_rows * stack.num_columns
-    least = NF4_BLOCK // gcd(each, NF4_BLOCK)
-    return min(stack.num_experts, max(1, UNPACKED_BYTES // (each * size) // least) * least)
-
-
 class Unpacked(NamedTuple):
     """Bytes of weights that are unpacked for a product."""
 
@@ -92,8 +62,8 @@ def unpacked(shape: ModelShape, size: int, settings: Settings, *, last: bool = F
         maps = [part for part in maps if part.name not in MLP_NAMES]
     plain = max((part.num_inputs * part.num_outputs for part in maps), default=0)
     stacks = [stack for stack, _ in shape.stacks if not last or stack.name == LAST]
-    each = (experts_at_once(stack, size) * stack.num_rows * stack.num_columns for stack in stacks)
-    experts = max(each, default=0)
+    sizes = [(stack.num_experts, stack.num_rows * stack.num_columns) for stack in stacks]
+    experts = max((experts_at_once(count, each, size) * each for count, each in sizes), default=0)
     whole = size * max(plain, experts)
     if settings.quantize == "8bit":
         return Unpacked(whole, whole)

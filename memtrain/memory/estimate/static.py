@@ -14,22 +14,9 @@ from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.sizes import COMPRESSED_GROUP, SMALL_GRADIENT
 from memtrain.memory.plan.units import GIB, MIB
 from memtrain.recipes.sections.model import Adapter
-
-MASTER_BUCKET = 256 * MIB
-"""Most bytes of float32 gradients that the master-weight optimizer makes at once (one tensor's may be more).
-Taste: 128 kernel launches for 8 billion weights, and no second copy of all gradients."""
-
-COMPRESSED_GROUP = 32
-"""Numbers of a compressed moment that share a scale. Source: FlashOptim's."""
-
-IN_BACKWARD_BUCKET = 32 * MIB
-"""Gradients that are stepped together inside a backward pass, where they are a small part of all: norms and
-adapters, each of which would take as long to start as a matrix. Taste."""
-OFFLOAD_BUCKET = 256 * MIB
-"""Most bytes of offloaded optimizer states that are on the device at once (one tensor's may be more). Taste:
-copies of 128 MiB reach the bus's rate."""
 
 COMMUNICATION_BYTES = 656 * MIB
 """Memory of an NCCL communicator on each of its GPUs. Source: published runs of 2 to 8 GPUs had 544 to 688 MB
@@ -37,10 +24,6 @@ beside tensors and context that runs of one GPU had not; the most of it."""
 
 CONTEXT_BYTES = 600 * MIB
 """Memory of a CUDA context with the kernels that a step loads. Typical."""
-
-SMALL_GRADIENT = MIB
-"""Bytes below which a gradient is summed over the ranks together with others, at the end: a collective takes
-tens of microseconds to start. Taste."""
 
 
 class Static(NamedTuple):
@@ -56,11 +39,6 @@ class Static(NamedTuple):
     """Float32 copies of trained weights, from the first optimizer step on."""
     reduce: int
     """Small gradients end to end, with several processes; large ones are summed in place."""
-
-
-def backward_bucket(all_bytes: int) -> int:
-    """Bytes of gradients that wait for each other inside a backward pass, of `all_bytes` in all."""
-    return min(IN_BACKWARD_BUCKET, all_bytes // 16)
 
 
 def num_trained(settings: Settings, shape: ModelShape) -> int:
@@ -150,7 +128,7 @@ def static_bytes(settings: Settings, shape: ModelShape) -> Static:
     parts = trained_parts(settings, shape)
     gradients = sum(count * size for count, size in parts)
     copied = num_half(settings, shape)
-    is_away = settings.device == "cuda" and settings.shard_offload == "parameters"
+    is_away = shards_wait(settings)
     weights = share(weights_bytes(settings, shape), settings, of="weights")
     # On a CPU the host's memory is the device's.
     is_elsewhere = settings.device == "cuda"
@@ -212,6 +190,12 @@ def small_gradients(settings: Settings, shape: ModelShape) -> int:
         widths = [width for part in parts for width in (part.num_inputs, part.num_outputs)]
         matrices = [(rank * width, shape.num_layers) for width in widths]
     return vectors + sum(sent * each * count for each, count in matrices if size * each < SMALL_GRADIENT)
+
+
+def shards_wait(settings: Settings) -> bool:
+    """Whether a rank's weights and gradients, and with them its states, are in another memory than the
+    passes."""
+    return settings.device == "cuda" and settings.shard_offload == "parameters"
 
 
 def waits_on_host(settings: Settings) -> bool:

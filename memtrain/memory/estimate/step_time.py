@@ -18,7 +18,6 @@ from memtrain.memory.estimate.bitsandbytes_states import blockwise_states
 from memtrain.memory.estimate.context_parallel import num_gathered_kv, ulysses_width
 from memtrain.memory.estimate.experts import stack_ranks
 from memtrain.memory.estimate.kept import kept_whole
-from memtrain.memory.estimate.loss_tiles import tile_tokens
 from memtrain.memory.estimate.sharded.communication import (
     CommunicationTime,
     HostShardTime,
@@ -26,19 +25,14 @@ from memtrain.memory.estimate.sharded.communication import (
     waiting,
 )
 from memtrain.memory.estimate.static import num_trained, offloaded_states, static_bytes, trains_head
-from memtrain.memory.estimate.weights_offload import (
-    NUM_BUFFERS,
-    Pass,
-    away,
-    host_step_s,
-    num_trained_away,
-    pass_time,
-)
-from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
+from memtrain.memory.estimate.weights_offload import Pass, away, host_step_s, num_trained_away, pass_time
+from memtrain.memory.estimate.workload import DTYPE_BYTES, Workload
 from memtrain.memory.hardware.devices import Hardware, Rates
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.sizes import NUM_BUFFERS, tile_tokens
 
 FORWARD_OPERATORS, BACKWARD_OPERATORS = 47, 75
 """Operators of one layer that are launched (views left out)."""

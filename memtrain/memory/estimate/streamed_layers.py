@@ -26,17 +26,15 @@ from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch, windo
 from memtrain.memory.estimate.own_attention import whole_scores
 from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.weights_offload import adapter_of_layer
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload, once
+from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.model_shape.shape import ENTERING
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
+from memtrain.memory.plan.sizes import WIDENED_TOKENS
 
 KEYS = "keys and values"
 """Owner of the keys and values of one layer, and of their gradients."""
 ROW = "gradient of the row"
 """Owner of the gradient of one layer's output."""
-
-WIDENED_TOKENS = 256
-"""Tokens whose numbers are widened at a time for a weight's gradient, where no kernel adds a product of half
-precision to a float32 sum: 18 MiB for an 8B model's largest map, and products long enough. Taste."""
 
 
 @once

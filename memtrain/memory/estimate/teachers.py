@@ -10,9 +10,11 @@ from memtrain.memory.estimate.sharded.sharding import GATHERED, gathered, groups
 from memtrain.memory.estimate.static import reference_bytes
 from memtrain.memory.estimate.streamed_layers import forward_of_layer
 from memtrain.memory.estimate.weights_offload import fetched_head
-from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, TeacherLoad, Workload
+from memtrain.memory.estimate.workload import DTYPE_BYTES, Workload
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch, TeacherLoad
+from memtrain.memory.plan.models_beside import teacher_settings
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.methods.distill import Distill
 
@@ -30,13 +32,6 @@ class TeacherShape:
     path: str
     config: Mapping[str, object] = field(default_factory=dict[str, object])
     """The model's configuration, as in config.json."""
-
-
-def teacher_settings(settings: Settings, dtype: str) -> Settings:
-    """Settings of a teacher of some precision beside its student: rows lie as the student's do."""
-    own = settings.dtype if dtype == "auto" else dtype
-    plain = {"adapter": None, "quantize": "none", "liger": False, "kernels": "transformers"}
-    return settings.model_copy(update=plain | {"dtype": own})
 
 
 def teacher_load(

@@ -12,13 +12,8 @@ from memtrain.memory.hardware.devices import CPU_RATES, Hardware
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.sizes import NUM_BUFFERS, moves_trained
 from memtrain.recipes.sections.model import Adapter
-
-NUM_BUFFERS = 2
-"""Layers on the device at once: one at work, and the next on its way."""
-
-ALIGN_BYTES = 256
-"""Alignment in bytes of each weight in its layer's block, for kernels that need it."""
 
 PACKED_BYTES = 0.5
 """Bytes of a linear map's 4-bit weight that travel; its scales are few, and stay on the device. Those of
@@ -83,12 +78,6 @@ def adapter_of_layer(adapter: Adapter, shape: ModelShape) -> int:
     is_mixed = shape.num_expert_layers > 0
     kinds = {True} if shape.num_expert_layers == shape.num_layers else {is_mixed, False}
     return max(shape.num_adapter_per_layer(adapter, expert=kind) for kind in kinds)
-
-
-def moves_trained(settings: Settings) -> bool:
-    """Whether the trained weights of layers live, and are stepped, on the host: all of a model's, or an
-    adapter's."""
-    return settings.weights_offload and (settings.adapter is None or settings.adapters_offload)
 
 
 def trains_away(settings: Settings) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from memtrain.memory.estimate.peaks import estimate
-from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.model_shape.shape import MLP_NAMES, ModelShape
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib

@@ -7,9 +7,10 @@ from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.sharded.zero import TO_SAVE
 from memtrain.memory.estimate.streamed_layers import forward_of_layer
 from memtrain.memory.estimate.weights_offload import away
-from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import DTYPE_BYTES, Workload
 from memtrain.memory.model_shape.families import ATTENTIONS_PER_LAYER
 from memtrain.memory.model_shape.shape import ModelShape
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.plan import PhasePeak, Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib

@@ -10,8 +10,9 @@ from memtrain.memory.estimate.sharded.sharding import gathered
 from memtrain.memory.estimate.sharded.zero import gathered_module
 from memtrain.memory.estimate.static import needed, weights_bytes
 from memtrain.memory.estimate.step_time import FORWARD_OPERATORS, operator_s
-from memtrain.memory.estimate.workload import DTYPE_BYTES, HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import DTYPE_BYTES, Workload
 from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.rules.ledger import DecisionLog

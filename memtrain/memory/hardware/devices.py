@@ -72,6 +72,8 @@ class Hardware:
     """Number of such nodes."""
     sold_bytes: int = 0
     """Memory that a named card is sold with, a little more than a program can use; 0 for another."""
+    own_bytes: int = 0
+    """Memory of the device itself, where a plan counts with more than it has; 0: it does not."""
     measured: Measured | None = None
     """Measurements of `memtrain calibrate` on this very machine; None: rates and overheads are typical."""
 
@@ -113,6 +115,10 @@ class Hardware:
     def with_devices(self, num_devices: int) -> Hardware:
         """The same node with another number of devices."""
         return replace(self, num_devices=num_devices)
+
+    def with_more_memory(self, num_bytes: int) -> Hardware:
+        """The same node, each device with so much memory, all of it free."""
+        return replace(self, memory_bytes=num_bytes, free_bytes=num_bytes, own_bytes=self.memory_bytes)
 
     def rates_of(self, threads: int, num_processes: int) -> Rates:
         """Rates that a process of so many reaches: on a CPU with its threads, as far as there are cores.

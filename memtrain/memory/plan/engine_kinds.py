@@ -28,3 +28,8 @@ def uses_zero(settings: Settings) -> bool:
 def shards_weights(settings: Settings) -> bool:
     """Whether a rank holds only its part of the weights."""
     return settings.num_processes > 1 and settings.engine in ("fsdp2", "zero3")
+
+
+def writes_shards(settings: Settings) -> bool:
+    """Whether each process writes its own part; else the main process writes all."""
+    return is_sharded(settings) and settings.checkpoint_layout == "sharded"

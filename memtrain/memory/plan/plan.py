@@ -19,6 +19,9 @@ from memtrain.recipes.sections.base import Section
 
 PLAN_FILE = "plan.json"
 
+COPY = "checkpoint copy"
+"""Owner of copies that are written to disk."""
+
 
 class Decision(Section):
     """A setting of the run: its value, why, and who decided."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memtrain.memory.estimate.loss_tiles import LARGE_TILE, TILE_BYTES
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced, price
+from memtrain.memory.plan.sizes import LARGE_TILE, TILE_BYTES
 from memtrain.memory.plan.units import MIB, gib
 from memtrain.memory.rules.ledger import DecisionLog
 from memtrain.recipes.recipe import Recipe

@@ -8,7 +8,7 @@ from functools import partial
 from memtrain.errors import DataError, DoesNotFit, Fault, RecipeError
 from memtrain.memory.estimate.host_memory import host_shortage
 from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, Priced, fits_host, host_need, predict
-from memtrain.memory.estimate.sharded.zero_config import bucket_of
+from memtrain.memory.estimate.sharded.zero_buckets import bucket_of
 from memtrain.memory.estimate.static import measured_beside
 from memtrain.memory.explain.nothing_fits import NoPlan, nothing_fits
 from memtrain.memory.explain.reasons import explain, explain_headroom

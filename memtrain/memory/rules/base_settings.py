@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from memtrain.memory.estimate.loss_tiles import LARGE_TILE, TILE_BYTES
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.plan.row_form import RowForm
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.sizes import LARGE_TILE, TILE_BYTES
 from memtrain.memory.plan.units import count_of
 from memtrain.memory.rules.adapter_targets import refuse_targets
 from memtrain.memory.rules.attention import AttentionChoice

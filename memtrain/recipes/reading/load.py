@@ -168,7 +168,7 @@ def _whole_tree(
     replaced, variables = interpolated(raw, faults)
     check_texts(replaced, (), faults)
     texts = environment_texts(raw, replaced, variables) if variables else []
-    return with_named_sets(_with_spelled_method(cast(Mapping, replaced))), texts
+    return with_named_sets(_with_spelled_method(replaced)), texts
 
 
 def _with_spelled_method(tree: Mapping) -> Mapping:

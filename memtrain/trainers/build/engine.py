@@ -13,10 +13,10 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from memtrain.errors import LaunchError
-from memtrain.memory.estimate.sharded.zero_config import stage_of
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.zero_config import stage_of
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.build.training_step import StepParts, TrainingStep
 from memtrain.trainers.distributed.ddp import GradientAllReduce

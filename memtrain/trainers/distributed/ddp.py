@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memtrain.memory.estimate.static import SMALL_GRADIENT
+from memtrain.memory.plan.sizes import SMALL_GRADIENT
 from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.wide_sums import set_wide
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.errors import LaunchError
-from memtrain.memory.estimate.sharded.zero_config import stage_of, zero_config
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.zero_config import stage_of, zero_config
 from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.zero_optimizer import Flat, Piece, ZeroOptimizer
 from memtrain.trainers.runtime.deepspeed_import import import_deepspeed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.memory.estimate.static import COMPRESSED_GROUP, MASTER_BUCKET
+from memtrain.memory.plan.sizes import COMPRESSED_GROUP, MASTER_BUCKET
 from memtrain.trainers.optim.bucketed import BucketedOptimizer, Entry
 from memtrain.trainers.optim.buckets import buckets_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.memory.estimate.static import backward_bucket
+from memtrain.memory.plan.sizes import backward_bucket
 from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.optim.step import DistributedStep
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.memory.estimate.static import MASTER_BUCKET
+from memtrain.memory.plan.sizes import MASTER_BUCKET
 from memtrain.trainers.optim.buckets import buckets_of
 from memtrain.trainers.optim.master_forms import form_of, give_all
 from memtrain.trainers.optim.offload import OffloadedStates

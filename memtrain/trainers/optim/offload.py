@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.memory.estimate.static import OFFLOAD_BUCKET
+from memtrain.memory.plan.sizes import OFFLOAD_BUCKET
 from memtrain.trainers.model.offload.copy_engines import CopyEngine, CudaEngine, SyncEngine, Ticket
 from memtrain.trainers.optim.bucketed import BucketedOptimizer, Entry
 from memtrain.trainers.optim.buckets import buckets_of

@@ -9,7 +9,7 @@ from typing import Any, cast
 from peft import PeftModel
 from torch import nn
 
-from memtrain.memory.estimate.teachers import teacher_settings
+from memtrain.memory.plan.models_beside import teacher_settings
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.rules.attention import AttentionBackend

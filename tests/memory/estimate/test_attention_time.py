@@ -4,9 +4,10 @@ import pytest
 
 from memtrain.memory.estimate.attention_time import attention_time, slowness, sum_of_squares
 from memtrain.memory.estimate.pricing import typical_micro_batch
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
 from tests.memory.estimate.test_step_time import BASE, LLAMA8
 

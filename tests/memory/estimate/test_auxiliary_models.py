@@ -3,8 +3,9 @@
 from memtrain.memory.estimate.auxiliary_models import OF_VALUE, STEPS, headless, value_model, with_beside
 from memtrain.memory.estimate.kept import kept_bytes
 from memtrain.memory.estimate.peaks import estimate
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 
 TINY = {"model_type": "llama", "vocab_size": 100, "hidden_size": 8, "intermediate_size": 16}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}

@@ -2,13 +2,13 @@
 
 import pytest
 
-from memtrain.memory.estimate.checkpoint_copies import COPY, copied_bytes
+from memtrain.memory.estimate.checkpoint_copies import copied_bytes
 from memtrain.memory.estimate.host_memory import host_bytes, host_shortage
 from memtrain.memory.estimate.peaks import estimate
-from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
-from memtrain.memory.plan.plan import Prediction
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
+from memtrain.memory.plan.plan import COPY, Prediction
 from memtrain.recipes.sections.model import Adapter
 
 SHAPE = shape_of(

@@ -15,8 +15,9 @@ from memtrain.memory.estimate.context_parallel import (
     ulysses_width,
 )
 from memtrain.memory.estimate.pricing import PlannerInputs
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.hardware.devices import cpu
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.units import GIB
 from memtrain.memory.rules.context_parallel import copies_of_keys, row_multiple
 from memtrain.trainers.tools.trace.client import can_trace

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from memtrain.memory.estimate.flash_scratch import Call, flash_bytes, flash_scratch, hopper_bytes
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.flash_scratch import flash_scratch
+from memtrain.memory.estimate.workload import Workload
+from memtrain.memory.hardware.flash_kernels import Call, flash_bytes, hopper_bytes
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
 
 CALL = Call(tokens=1000, keys=1000, segments=3, longest=700, heads=4, key_heads=2, head_dim=80, itemsize=2)

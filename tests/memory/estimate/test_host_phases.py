@@ -3,7 +3,6 @@
 import pytest
 from narrow import NARROW
 
-from memtrain.memory.estimate.checkpoint_copies import COPY
 from memtrain.memory.estimate.host_phases import (
     LAID_OUT,
     NUM_PIECES,
@@ -16,6 +15,7 @@ from memtrain.memory.estimate.host_phases import (
     written_bytes,
 )
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.plan import COPY
 from memtrain.trainers.runtime import parallel_write
 
 SHAPE = shape_of(NARROW)

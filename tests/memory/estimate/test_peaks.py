@@ -21,16 +21,16 @@ from memtrain.memory.estimate.static import (
     static_bytes,
     usable,
 )
-from memtrain.memory.estimate.workload import (
+from memtrain.memory.estimate.workload import Workload
+from memtrain.memory.generation.decode_bytes import generation_bytes
+from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.heaviest_batch import (
     TRANSFORMERS,
     ForeignStep,
     HeadOutput,
     HeaviestBatch,
     MixedRows,
-    Workload,
 )
-from memtrain.memory.generation.decode_bytes import generation_bytes
-from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB
 from memtrain.recipes.sections.generate import Generate

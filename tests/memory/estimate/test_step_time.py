@@ -6,10 +6,11 @@ import pytest
 
 from memtrain.memory.estimate.adapters import adapter_traffic
 from memtrain.memory.estimate.step_time import _head_operations, _head_traffic, _layer_operations, step_time
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.hardware.calibration import Measured
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB
 from memtrain.recipes.sections.model import Adapter

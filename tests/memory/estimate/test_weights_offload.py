@@ -8,10 +8,12 @@ import pytest
 from memtrain.memory.estimate.host_memory import host_bytes
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.teachers import TeacherShape, fetched_heads, teacher_load
-from memtrain.memory.estimate.weights_offload import NUM_BUFFERS, Pass, away, device_bytes, pass_time
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.weights_offload import Pass, away, device_bytes, pass_time
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import ModelShape, shape_of
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.sizes import NUM_BUFFERS
 from memtrain.recipes.sections.methods.distill import Distill
 from memtrain.recipes.sections.model import Adapter
 

@@ -7,11 +7,11 @@ import pytest
 
 from memtrain.memory.estimate.host_memory import host_bytes, host_shortage
 from memtrain.memory.estimate.peaks import estimate
-from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.explain.suggestions import suggestions
 from memtrain.memory.hardware.devices import cpu
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.model_shape.shape import ModelShape, shape_of
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import GIB, MIB
 from memtrain.recipes.sections.model import Adapter

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from memtrain.memory.estimate.loss_tiles import LARGE_TILE, TILE_BYTES, tile_columns, tile_tokens
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.known_models import known_config
+from memtrain.memory.plan.sizes import LARGE_TILE, TILE_BYTES, tile_columns, tile_tokens
 from memtrain.memory.plan.units import MIB
 from memtrain.memory.planner.resolve import Resolved
 

@@ -27,7 +27,7 @@ from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.kept import Kept
 from memtrain.memory.estimate.positions import positions_and_mask
 from memtrain.memory.estimate.sharded.sharding import GATHERED, Group, Groups, groups
-from memtrain.memory.estimate.static import gradient_bytes, trains_head
+from memtrain.memory.estimate.static import gradient_bytes, shards_wait, trains_head
 from memtrain.memory.estimate.streamed_layers import (
     final_norm_backward,
     forward_of_layer,
@@ -70,7 +70,7 @@ def fsdp_moments(
     a reference's pass between the policy's two.
     """
     cut = groups(load.settings, load.shape)
-    own = gradient_bytes(load.settings, load.shape, accumulates=holds)
+    own = own_gradients(load, accumulates=holds)
     rest = dict(resting) | {"gradients": own if holds else 0}
     # Gradients of a streamed layer's weights are in its sums until its last slice is through.
     is_added = load.trains_all and not load.settings.slice_tokens
@@ -127,7 +127,7 @@ def _loss(load: Workload, cut: Groups, rest: Moment, kept: Kept, asked: int) -> 
     # A tied head has the backbone's turn: the last layer is on its way while the loss goes back.
     ahead = 0 if cut.head.weights else cut.layer.weights
     read = cut.root.weights + GATHERED * max(cut.layer.weights, cut.head.weights)
-    summed = 0 if rest["gradients"] else _part(load, cut.head.gradients)
+    summed = 0 if rest["gradients"] else _held(load, cut.head.gradients)
     # The last gradient of a group is let go when the group is summed: here it is the only one.
     summing = cut.head.gradients + _part(load, cut.head.sent + _rounded(cut.head))
     leaving = rest["gradients"] + summed + cut.root.gradients
@@ -167,9 +167,9 @@ def _turns(load: Workload, cut: Groups, own: int, kept: Kept) -> list[Turn]:
     """The last layer, the layer below, and the first: kept bytes shrink, bytes on their way change."""
     everything, of_last, first, _ = kept
     num_layers, every = load.shape.num_layers, load.settings.checkpoint_every
-    after_head = _part(load, cut.head.gradients)
-    after_all = own - _part(load, cut.layer.gradients + cut.embedding.gradients + cut.root.gradients)
-    after_last = min(after_all, after_head + _part(load, cut.layer.gradients))
+    after_head = _held(load, cut.head.gradients)
+    after_all = own - _held(load, cut.layer.gradients + cut.embedding.gradients + cut.root.gradients)
+    after_last = min(after_all, after_head + _held(load, cut.layer.gradients))
     is_streamed = load.settings.slice_tokens > 0
     is_plain = not is_streamed and (not every or (num_layers - 2) % every != 0)
     below = everything - (of_last or layer_boundary(load)) - (layer_kept(load) if is_plain else 0)
@@ -192,7 +192,7 @@ def _embedding(load: Workload, cut: Groups, rest: Moment, own: int) -> list[Mome
     """The embedding's gradient, and a tied head's, which waited for it."""
     outer = cut.root if cut.root.weights else cut.embedding
     made = 3 * outer.gradients if cut.root.weights else outer.gradients
-    held = rest["gradients"] or own - _part(load, outer.gradients)
+    held = rest["gradients"] or own - _held(load, outer.gradients)
     summed = _part(load, outer.sent + _rounded(outer))
     # The last gradient of a group is let go when the group is summed: the only one of an embedding alone.
     summing = max(outer.gradients, summed) if cut.root.weights else outer.gradients + summed
@@ -202,6 +202,19 @@ def _embedding(load: Workload, cut: Groups, rest: Moment, own: int) -> list[Mome
         | {"gradients": held + made, "activations": layer_boundary(load)},
         rest | {"gradients": held + summing, "reduce buffers": outer.sent},
     ]
+
+
+def own_gradients(load: Workload, *, accumulates: bool) -> int:
+    """A rank's part of all gradients, as far as it stays on the device: none of it does where shards wait on
+    the host, which each part of a gradient joins as soon as it is summed."""
+    if shards_wait(load.settings):
+        return 0
+    return gradient_bytes(load.settings, load.shape, accumulates=accumulates)
+
+
+def _held(load: Workload, num_bytes: int) -> int:
+    """A rank's part of gradients that were summed before."""
+    return 0 if shards_wait(load.settings) else _part(load, num_bytes)
 
 
 def _rounded(group: Group) -> int:

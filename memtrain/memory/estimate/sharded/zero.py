@@ -23,8 +23,7 @@ from memtrain.memory.estimate.activations import (
 from memtrain.memory.estimate.head import head_bytes
 from memtrain.memory.estimate.kept import Kept
 from memtrain.memory.estimate.sharded.sharding import GATHERED, groups
-from memtrain.memory.estimate.sharded.zero_buckets import END, Arrival, arrivals
-from memtrain.memory.estimate.sharded.zero_config import bucket_of, stage_of
+from memtrain.memory.estimate.sharded.zero_buckets import END, Arrival, arrivals, bucket_of
 from memtrain.memory.estimate.sharded.zero_gradients import (
     ZeroGradients,
     buckets_of,
@@ -43,9 +42,11 @@ from memtrain.memory.estimate.static import (
     trains_head,
     weights_bytes,
 )
-from memtrain.memory.estimate.workload import HeadOutput, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import MLP_NAMES, ModelShape
+from memtrain.memory.plan.heaviest_batch import HeadOutput
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.zero_config import stage_of
 
 Moment = dict[str, int]
 """Bytes by owner at one moment."""

@@ -15,12 +15,12 @@ from memtrain.memory.estimate.activations import (
     mlp_output_backward,
 )
 from memtrain.memory.estimate.quantized import LAST
-from memtrain.memory.estimate.sharded.zero_buckets import Cut, cut_of, largest_part
-from memtrain.memory.estimate.sharded.zero_config import bucket_of, stage_of
+from memtrain.memory.estimate.sharded.zero_buckets import Cut, bucket_of, cut_of, largest_part
 from memtrain.memory.estimate.static import num_trained, static_bytes, waits_on_host
 from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.model_shape.shape import MLP_NAMES, ModelShape
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.zero_config import stage_of
 
 
 class ZeroGradients(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrain.memory.estimate.workload import MixedRows
+from memtrain.memory.plan.heaviest_batch import MixedRows
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.data.packing.answer_rows import AnswerSequences
 from memtrain.trainers.data.packing.epochs import joined, of_epoch

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.errors import DoesNotFit, Fault, OutOfMemory
-from memtrain.memory.estimate.peaks import estimate
-from memtrain.memory.estimate.static import needed, usable
-from memtrain.memory.estimate.workload import HeaviestBatch
-from memtrain.memory.explain.suggestions import Suggestion, suggestions
+from memtrain.memory.explain.out_of_memory import needed, ways_out
+from memtrain.memory.explain.suggestions import Suggestion
 from memtrain.memory.model_shape.shape import ModelShape, has_formula, shape_of
 from memtrain.memory.plan.plan import PhasePeak, Plan
 from memtrain.memory.plan.settings import Settings
@@ -23,9 +21,6 @@ from memtrain.trainers.model.loading.module_shapes import counted_shape
 
 NUM_OWNERS = 5
 """Owners that are named. Taste."""
-
-BELOW = 0.9
-"""A way out must be predicted to need this much less than the failed run, whose prediction was wrong."""
 
 
 def post_mortem(
@@ -83,13 +78,8 @@ def _ways(plan: Plan, settings: Settings, model: nn.Module, tokens: int) -> tupl
     shape = shape_of(config) if has_formula(config) else counted_shape(config)
     if shape.is_floor:
         return plan.prediction.peak, _untold(settings, shape)
-    batch = HeaviestBatch(1, tokens, tokens, tokens)
-    predicted = estimate(settings, shape, batch).peak
-    budget = plan.prediction.budget_bytes
-    limit = int(predicted.num_bytes * BELOW)
-    if budget is not None:
-        limit = min(limit, usable(budget, settings))
-    return predicted, _words(suggestions(settings, shape, batch, limit))
+    predicted, ways = ways_out(settings, shape, tokens, plan.prediction.budget_bytes)
+    return predicted, _words(ways)
 
 
 def _untold(settings: Settings, shape: ModelShape) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.memory.estimate.loss_tiles import tile_columns
+from memtrain.memory.plan.sizes import tile_columns
 from memtrain.trainers.losses.head.fused_tiles import fused_gradient_, is_fused
 from memtrain.trainers.losses.head.products import Products
 from memtrain.trainers.losses.head.spans import spans

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.memory.estimate.loss_tiles import TILE_BYTES, tile_tokens
+from memtrain.memory.plan.sizes import TILE_BYTES, tile_tokens
 from memtrain.trainers.losses.head.products import HALF, Products, sums_half_in_fp32, wide_dtype
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from memtrain.errors import LaunchError
-from memtrain.memory.estimate.quantized import packs_itself
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.sizes import packs_itself
 from memtrain.trainers.model.quantized.quantizer import OwnConfig
 
 

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.sizes import KEEP_LAST
 from memtrain.trainers.model.loading.compiled_layers import recompute_compiled
 from memtrain.trainers.model.loading.lora_layers import round_together
 from memtrain.trainers.model.offload.checkpointing import Checkpointing, checkpoint_layers, recomputing
@@ -21,10 +22,6 @@ from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.model.offload.weights import weights_on_host
 from memtrain.trainers.model.streamed.apply import stream_layers
 from memtrain.trainers.model.streamed.layer_weights import LayerWeights
-
-KEEP_LAST = {"boundaries": 1, "all": 8}
-"""Storages that stay on the device while their copy runs. `all` has many small ones between large ones.
-Taste."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from memtrain.memory.estimate.host_memory import rounded
+from memtrain.memory.plan.sizes import block_bytes
 from memtrain.trainers.model.offload.copy_engines import CopyEngine, Ticket
 from memtrain.trainers.runtime.namespaces import pid_namespace
 
@@ -30,7 +30,7 @@ class HostPool:
 
     def take(self, num_bytes: int) -> tuple[Tensor, Ticket]:
         """uint8 block of at least `num_bytes`, and the copy that still reads it."""
-        size = rounded(num_bytes)
+        size = block_bytes(num_bytes)
         self.used_bytes += size
         if self._free[size]:
             # The one that was returned first: its last copy is the likeliest to be over.

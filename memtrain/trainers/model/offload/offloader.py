@@ -19,12 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memtrain.memory.plan.sizes import MIN_BYTES
 from memtrain.trainers.model.offload.checkpointing import recompute
 from memtrain.trainers.model.offload.copy_engines import CopyEngine, Ticket
 from memtrain.trainers.model.offload.host_pool import DiskTier, HostPool, StoredBlock
-
-MIN_BYTES = 2**16
-"""Smaller storages stay: a copy of them takes longer to start than to run. Taste."""
 
 Key = tuple[int, int]
 """A storage and the version of its contents."""

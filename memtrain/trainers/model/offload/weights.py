@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.errors import LaunchError
-from memtrain.memory.estimate.weights_offload import moves_trained
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.sizes import moves_trained
 from memtrain.trainers.model.attention.run_device import run_device
 from memtrain.trainers.model.offload.copy_engines import CopyEngine, CudaEngine, engine_for
 from memtrain.trainers.model.streamed.apply import layers_of

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memtrain.memory.estimate.quantized import NF4_BLOCK, SCALE_BLOCK
+from memtrain.memory.plan.sizes import NF4_BLOCK, SCALE_BLOCK
 
 NUMBERS = (
     -1.0,

@@ -13,8 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memtrain.memory.estimate.quantized import NF4_BLOCK, SCALE_BLOCK, experts_at_once
-from memtrain.memory.model_shape.layer_parts import ExpertStack
+from memtrain.memory.plan.sizes import NF4_BLOCK, SCALE_BLOCK, experts_at_once
 from memtrain.trainers.model.quantized import int8, nf4
 from memtrain.trainers.model.quantized.int8 import Int8
 from memtrain.trainers.model.quantized.nf4 import NF4
@@ -59,7 +58,8 @@ class Matrices:
         """Matrices that are unpacked together: see `experts_at_once`."""
         if self.bits is None:
             return self.shape[0]
-        return experts_at_once(ExpertStack("", *self.shape), self.dtype.itemsize)
+        num_experts, num_rows, num_columns = self.shape
+        return experts_at_once(num_experts, num_rows * num_columns, self.dtype.itemsize)
 
     def between(self, first: int, last: int) -> Tensor:
         """[last - first, R, C]: those matrices in the precision of the computation."""

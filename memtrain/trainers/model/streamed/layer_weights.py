@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from memtrain.memory.estimate.weights_offload import ALIGN_BYTES, NUM_BUFFERS
+from memtrain.memory.plan.sizes import ALIGN_BYTES, NUM_BUFFERS
 from memtrain.trainers.model.offload.copy_engines import CopyEngine, Ticket
 from memtrain.trainers.model.offload.host_pool import HostPool
 

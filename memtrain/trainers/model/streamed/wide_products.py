@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from memtrain.memory.estimate.streamed_layers import WIDENED_TOKENS
+from memtrain.memory.plan.sizes import WIDENED_TOKENS
 from memtrain.trainers.losses.head.products import sums_half_in_fp32
 
 HALF = (torch.bfloat16, torch.float16)

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from memtrain.memory.estimate.auxiliary_models import READ_TOKENS, reward_model_settings
 from memtrain.memory.model_shape.length_rules import length_rules, reached
 from memtrain.memory.plan.engine_kinds import shards_weights
+from memtrain.memory.plan.models_beside import reward_model_settings
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.sizes import READ_TOKENS
 from memtrain.recipes.sections.rewards import RewardModel
 from memtrain.trainers.batches.answer_batch import Answer as AnswerIds
 from memtrain.trainers.batches.answer_batch import Group, collate_answers

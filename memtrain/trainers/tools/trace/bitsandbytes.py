@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from memtrain.memory.estimate.bitsandbytes_states import BLOCK, LEAST_8BIT, LEAST_PAGED, WEIGHT_BLOCK
-from memtrain.memory.estimate.quantized import packs_itself
 from memtrain.memory.plan.optimizers import OPTIMIZERS
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.sizes import LEAST_8BIT, LEAST_PAGED, NF4_BLOCK, STATE_BLOCK, packs_itself
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.model.experts.forward import is_experts, stacks_of, take_own_forward
 from memtrain.trainers.model.quantized import quantizer
@@ -94,9 +93,9 @@ class Packed4bit(_Packed):
     def __init__(self, plain: nn.Linear) -> None:
         size, device = plain.weight.numel(), plain.weight.device
         super().__init__(plain, torch.zeros((size + 1) // 2, 1, dtype=torch.uint8, device=device))
-        blocks = -(-size // WEIGHT_BLOCK)
+        blocks = -(-size // NF4_BLOCK)
         self.scales("absmax", blocks, torch.uint8)
-        self.scales("absmax_of_absmax", -(-blocks // BLOCK), torch.float32)
+        self.scales("absmax_of_absmax", -(-blocks // STATE_BLOCK), torch.float32)
         self.scales("offset", 1, torch.float32)
         self.scales("code", 16, torch.float32)
         self.scales("code_of_absmax", 256, torch.float32)
@@ -234,7 +233,7 @@ class BlockwiseStates(Optimizer):
         device = parameter.device
         if not self.codes:
             self.codes = tuple(torch.zeros(256, dtype=torch.float32, device=device) for _ in range(2))
-        blocks = -(-parameter.numel() // BLOCK)
+        blocks = -(-parameter.numel() // STATE_BLOCK)
         made = {name: self._buffer(parameter, torch.uint8) for name in ("state1", "state2")}
         made |= {name: torch.zeros(blocks, device=device) for name in ("absmax1", "absmax2")}
         return made | {"qmap1": self.codes[0], "qmap2": self.codes[1]}

@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ConfigDict
 
 import memtrain
 from memtrain.errors import LaunchError
-from memtrain.memory.estimate.auxiliary_models import RewardShape, reward_model_batch
-from memtrain.memory.estimate.workload import HeaviestBatch
 from memtrain.memory.model_shape.seen_layers import SeenLayers
 from memtrain.memory.plan.engine_kinds import uses_zero
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
+from memtrain.memory.plan.models_beside import reward_model_batch
 from memtrain.memory.plan.plan import Prediction
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
@@ -35,6 +35,22 @@ class Job(Section):
     """Message to a process that traces; infinities of configurations arrive as such."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
+
+
+class Judge(Protocol):
+    """A reward model as the plan sees it (RewardShape)."""
+
+    @property
+    def config(self) -> Mapping[str, object]: ...  # noqa: D102
+
+    @property
+    def dtype(self) -> str: ...  # noqa: D102
+
+    @property
+    def is_alike(self) -> bool: ...  # noqa: D102
+
+    @property
+    def max_length(self) -> int | None: ...  # noqa: D102
 
 
 class RewardModelJob(Job):
@@ -168,7 +184,7 @@ def job_of(
     )
 
 
-def reward_model_jobs(rewards: Sequence[RewardShape], longest: int) -> tuple[RewardModelJob, ...]:
+def reward_model_jobs(rewards: Sequence[Judge], longest: int) -> tuple[RewardModelJob, ...]:
     """Reward models that read answers of `longest` tokens with their prompts."""
     return tuple(
         RewardModelJob(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from memtrain.memory.estimate.workload import HeaviestBatch
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS

@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memtrain.memory.estimate.static import OFFLOAD_BUCKET, moments_bytes
 from memtrain.memory.model_shape.config_parts import has_experts_at
-from memtrain.memory.model_shape.shape import has_formula, shape_of
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.plan import Owned, PhasePeak
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.sizes import OFFLOAD_BUCKET
 from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.model.loading.locate import make_config
-from memtrain.trainers.tools.trace.fake_model import KINDS
+from memtrain.trainers.optim.offload import STATES
+from memtrain.trainers.tools.trace.fake_model import KINDS, bare_model
 from memtrain.trainers.tools.trace.trace import STEPS, Job, trace
 
 FEWEST = 3
@@ -97,11 +97,20 @@ def num_of_buckets(job: Job, depth: int) -> int:
     device; 0 where all of them fit into two. With fewer the states of a shallow model come at once, and would
     be taken to grow with depth.
     """
-    if not job.settings.optimizer_offload or not has_formula(job.config):
+    if not job.settings.optimizer_offload:
         return 0
-    states = moments_bytes(job.settings, shape_of(job.config))
+    one, two = (_state_bytes(job, count) for count in (1, 2))
+    states = one + (depth - 1) * (two - one)
     filled = 2 * OFFLOAD_BUCKET
     return 0 if states <= filled else math.ceil(depth * filled / states) + 1
+
+
+def _state_bytes(job: Job, num_layers: int) -> int:
+    """Bytes of both moments of the trained weights of the first layers and of what is beside these."""
+    model = bare_model(job.config, job.settings, num_layers)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    wide = job.settings.master_weights
+    return sum(STATES * weight.numel() * (4 if wide else weight.itemsize) for weight in trained)
 
 
 def shallow_depths(depth: int, period: int, num_staying: int = 0, leading: int = 0) -> tuple[int, int] | None:

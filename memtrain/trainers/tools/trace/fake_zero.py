@@ -14,9 +14,9 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from memtrain.memory.estimate.sharded.zero_config import zero_config
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.zero_config import zero_config
 from memtrain.trainers.distributed import zero
 from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.model.kernels.own_names import unchanged

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from memtrain.memory.estimate.flash_scratch import Call, flash_bytes, hopper_bytes
+from memtrain.memory.hardware.flash_kernels import Call, flash_bytes, hopper_bytes
 from memtrain.trainers.losses.head.fused_tiles import is_fused
 from memtrain.trainers.losses.head.spans import logit_spans
 from memtrain.trainers.losses.head.tiles import LogitRule, ScoreOptions, TileScores, empty_scores

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.memory.estimate.auxiliary_models import reward_model_settings
+from memtrain.memory.plan.models_beside import reward_model_settings
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.batches.tensors import with_tensors

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from memtrain.memory.estimate.teachers import teacher_settings
+from memtrain.memory.plan.models_beside import teacher_settings
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.build.engine import begin

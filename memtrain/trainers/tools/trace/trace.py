@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from memtrain.memory.estimate.checkpoint_copies import COPY, writes_shards
-from memtrain.memory.estimate.teachers import teacher_settings
-from memtrain.memory.estimate.workload import HeaviestBatch
-from memtrain.memory.plan.engine_kinds import is_sharded, shards_weights
+from memtrain.memory.plan.engine_kinds import is_sharded, shards_weights, writes_shards
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
+from memtrain.memory.plan.models_beside import teacher_settings
+from memtrain.memory.plan.plan import COPY
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS

@@ -10,9 +10,10 @@ from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.sharded.fsdp2 import fsdp_moments
 from memtrain.memory.estimate.sharded.sharding import gathered, groups, share
 from memtrain.memory.estimate.static import static_bytes
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.hardware.devices import Hardware, cpu
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.units import GIB
 from memtrain.recipes.sections.model import Adapter
 

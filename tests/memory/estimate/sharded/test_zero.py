@@ -6,8 +6,9 @@ from narrow import NARROW
 from memtrain.memory.estimate.peaks import estimate, step_moments
 from memtrain.memory.estimate.sharded.zero import between_steps, saved_whole
 from memtrain.memory.estimate.static import static_bytes
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 
 LAYER = 2 * 8 + 4 * 8 * 8 + 3 * 8 * 16
 WHOLE = 2 * 800 + 2 * LAYER + 8

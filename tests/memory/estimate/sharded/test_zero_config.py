@@ -2,8 +2,9 @@
 
 from narrow import NARROW
 
-from memtrain.memory.estimate.sharded.zero_config import MOST_NUMBERS, bucket_of, zero_config
+from memtrain.memory.estimate.sharded.zero_buckets import MOST_NUMBERS, bucket_of
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.zero_config import zero_config
 
 
 def test_stage_2_on_a_cpu_shares_out_gradients(make_settings):

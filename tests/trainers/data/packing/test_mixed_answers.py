@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from memtrain.memory.estimate.workload import MixedRows
+from memtrain.memory.plan.heaviest_batch import MixedRows
 from memtrain.trainers.data.packing.mixed_answers import MixedAnswers
 
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from memtrain.memory.plan.sizes import block_bytes
 from memtrain.trainers.model.offload.activations import is_part_of
 from memtrain.trainers.model.offload.checkpointing import checkpoint_layers
 from memtrain.trainers.model.offload.copy_engines import LazyEngine, SyncEngine
-from memtrain.trainers.model.offload.host_pool import DiskTier, HostPool, rounded
+from memtrain.trainers.model.offload.host_pool import DiskTier, HostPool
 from memtrain.trainers.model.offload.offloader import Offloader, Saved
 from memtrain.trainers.runtime.namespaces import pid_namespace
 
@@ -79,7 +80,7 @@ def test_gradients_are_the_same_bits(tiny_model: TinyModel, how: str, engine: ty
 def test_what_does_not_fit_the_host_goes_to_disk_and_comes_back(tiny_model: TinyModel, tmp_path, how: str):
     plain = tiny_model(num_hidden_layers=6).train()
     disk = DiskTier(tmp_path)
-    model, offloader = offloaded(plain, how, disk=disk, host_limit_bytes=2 * rounded(INPUT_BYTES))
+    model, offloader = offloaded(plain, how, disk=disk, host_limit_bytes=2 * block_bytes(INPUT_BYTES))
     for order in ("once", "interleaved", "retained"):
         assert worst(backward(plain, order), backward(model, order)) == 0.0
     assert disk.written_bytes > 0
@@ -120,7 +121,7 @@ def test_host_memory_is_recycled_from_step_to_step(tiny_model: TinyModel):
     backward(model)
     first = offloader.pool.num_bytes
     backward(model, "thrice")
-    assert first == offloader.pool.num_bytes == 5 * rounded(INPUT_BYTES)
+    assert first == offloader.pool.num_bytes == 5 * block_bytes(INPUT_BYTES)
 
 
 def test_a_pass_that_is_never_followed_by_a_backward_leaves_nothing(tiny_model: TinyModel):
@@ -206,7 +207,7 @@ def test_host_memory_is_not_written_while_its_last_reader_has_not_run(remembers:
 
 
 def test_block_sizes_recur():
-    assert [rounded(n) for n in (1000, 1024, 2**21 - 1, 2**21 + 1, 5 * 2**20)] == [
+    assert [block_bytes(n) for n in (1000, 1024, 2**21 - 1, 2**21 + 1, 5 * 2**20)] == [
         1024, 1024, 2**21, 2**22, 6 * 2**20
     ]  # fmt: skip
 

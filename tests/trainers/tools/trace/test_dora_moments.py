@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from trace_cases import DORA, EVERY, HALF, LLAMA, LORA, QWEN, SMALL, sft
 
-from memtrain.memory.estimate.workload import HeaviestBatch
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.tools.trace.trace import trace
 

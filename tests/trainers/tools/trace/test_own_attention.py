@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from trace_cases import EVERY, HALF, LLAMA, LORA, PADDED, SMALL, sft
 
-from memtrain.memory.estimate.workload import HeaviestBatch
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.trainers.tools.trace.trace import trace
 
 ROWS = HeaviestBatch(rows=4, tokens=1500, scored_tokens=1000, longest=512)

@@ -10,9 +10,10 @@ from trace_cases import EXPERTS, HALF, LORA, PADDED, SMALL, sft
 from memtrain.cli.plan.model_shape import layers_seer, passed_shape, shape_for
 from memtrain.memory.estimate.activations import layer_kept
 from memtrain.memory.estimate.peaks import estimate
-from memtrain.memory.estimate.workload import HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.explain.own_layers import activations_words
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.trainers.model.loading.module_shapes import counted_shape
 from memtrain.trainers.tools.trace import seen_layers as passes
 from memtrain.trainers.tools.trace.client import LayersJob, layers_job, seen_layers

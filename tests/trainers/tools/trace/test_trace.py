@@ -10,6 +10,8 @@ import torch
 from trace_cases import (
     BASE,
     CASES,
+    EVERY,
+    FSDP,
     HALF,
     LLAMA,
     LORA,
@@ -25,7 +27,7 @@ from trace_cases import (
 
 import memtrain.trainers.tools.trace.client
 from memtrain.errors import LaunchError
-from memtrain.memory.estimate.workload import HeaviestBatch
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.tools.trace.client import Traced, TraceJob, can_trace, job_of, traced
 from memtrain.trainers.tools.trace.cuda_allocator import replay
@@ -368,8 +370,23 @@ def test_shards_that_wait_on_the_host_leave_the_device_to_the_step():
     assert found.host["weights"] == found.host["gradients"] == pytest.approx(half, rel=0.001)
     assert found.host["optimizer states"] == pytest.approx(2 * half, rel=0.001)
     assert found.recorder.phase_peaks["saving"] < 1024
-    # The last layer's backward pass is taken 3.6 % too high here; the head's moment is the trace's highest.
-    assert case.estimated().peak.num_bytes == pytest.approx(found.recorder.peak_bytes, rel=0.025)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_micro_batches"),
+    [
+        pytest.param({}, 2, id="float32, two ranks"),
+        pytest.param(
+            EVERY | HALF | {"num_processes": 4, "master_weights": True}, 2, id="checkpointed, four ranks"
+        ),
+        pytest.param(EVERY | HALF | {"num_processes": 8}, 1, id="one micro-batch, eight ranks"),
+    ],
+)
+def test_no_gradient_stays_on_a_gpu_whose_shards_wait_on_the_host(changes, num_micro_batches):
+    """Six layers and a wide vocabulary: the plan would be 3 to 50 % higher with a rank's gradients."""
+    deep = LLAMA | {"num_hidden_layers": 6, "vocab_size": 8192}
+    case = sft(deep, FSDP | {"shard_offload": "parameters"} | changes | CUDA, num_micro_batches)
+    assert case.estimated().peak.num_bytes == pytest.approx(trace(case.job).recorder.peak_bytes, rel=0.01)
 
 
 @pytest.mark.slow

@@ -7,8 +7,9 @@ from sampled import sampled
 from trace_cases import CASES, EVERY, FUSED, HALF, LLAMA, LORA, QWEN, SMALL, sft
 
 from memtrain.memory.estimate.peaks import step_moments, total
-from memtrain.memory.estimate.workload import HeadOutput, HeaviestBatch, Workload
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.plan.heaviest_batch import HeadOutput, HeaviestBatch
 from memtrain.trainers.tools.trace.extrapolate import named_owners
 from memtrain.trainers.tools.trace.trace import trace
 

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
 
 CONFIG_FILE = "deepspeed.json"
-MOST_NUMBERS = 50_000_000
-"""Most numbers that are reduced or gathered at once: 200 MB in float32. Taste: a tenth of DeepSpeed's
-default."""
-
-
-def bucket_of(shape: ModelShape) -> int:
-    """Numbers that are reduced or gathered at once: the largest layer or embedding, or fewer.
-
-    DeepSpeed makes a buffer of that size whatever the model is, and stage 3 keeps as many gathered weights.
-    Source: measured: with its own 1e9 live weights a pass of 147 M weights kept all of them and saved nothing
-    (two gloo ranks, deepspeed 0.19.8, CPU).
-    """
-    layer = shape.num_per_layer(expert=shape.num_expert_layers > 0)
-    return min(MOST_NUMBERS, max(layer, shape.num_embedding, shape.num_head))
 
 
 def stage_of(settings: Settings) -> int:
