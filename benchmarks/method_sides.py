@@ -58,18 +58,18 @@ def run_memtrain(job: dict[str, Any]) -> dict[str, Any]:
     # Imports are not part of the measurement.
     import memtrain.trainers.loop.worker  # noqa: F401
     from memtrain.__main__ import main
-    from memtrain.trainers.build import training_step
+    from memtrain.trainers.build import step
     from memtrain.trainers.online.generation.protocol import Sample
     from memtrain.trainers.online.rollout import online_loop as online
 
-    clock, update = Clock(), training_step.update
+    clock, update = Clock(), step.update
 
     def clocked(*given: Any, **named: Any) -> Any:
         norm = update(*given, **named)
         clock.ends()
         return norm
 
-    training_step.update = clocked
+    step.update = clocked
     own = online.OnlineSteps.written
 
     def made_up(group: Any) -> list[Sample]:

@@ -145,12 +145,12 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
     from memtrain.recipes.reading.load import load_recipe
     from memtrain.trainers.batches.prompt_batches import PromptFeed
     from memtrain.trainers.build.components import build
+    from memtrain.trainers.build.step import OptimizerStep
     from memtrain.trainers.losses.policy.registry import Norms
     from memtrain.trainers.memory_meter.live_tensors import TensorPeak
     from memtrain.trainers.online.generation.protocol import Sample
     from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
     from memtrain.trainers.online.rollout.rollout_buffer import new_window
-    from memtrain.trainers.optim.step import DistributedStep, forward_backward
 
     folder, completions = Path(job["folder"]), job["completions"]
     count, prompt = len(completions), job["prompt"][: SHORT if side == "short" else PROMPT]
@@ -177,15 +177,9 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
     (answers,) = feed.deal(np.arange(count), micro_batch_size=count, micro_tokens=None)
     begun = time.process_time()
     with TensorPeak() as counted:
-        made = forward_backward(
-            built.scorer,
-            built.method,
-            [feed.micro_batch(answers)],
-            denominator=float(tokens),
-            engine=DistributedStep(),
-            num_micro_batches=1,
-            want_stats=False,
-        )
+        step = OptimizerStep(built.scorer, built.method, built.optimizer, ())
+        micro_batch = feed.micro_batch(answers)
+        made = step.passes([micro_batch], denominator=float(tokens), num_micro_batches=1, want_stats=False)
     assert float(made["loss"]) < 1, "The update went through."
     return reported(counted.peak_bytes, begun, int(feed.tokens.sum()), built.scorer.parameters())
 

@@ -57,17 +57,17 @@ def run_memtrain(job: dict[str, Any]) -> dict[str, Any]:
     import memtrain.trainers.loop.worker  # noqa: F401
     import memtrain.trainers.methods.sft  # noqa: F401
     from memtrain.__main__ import main
-    from memtrain.trainers.build import training_step
+    from memtrain.trainers.build import step
 
     cpu_s: list[float] = []
-    update = training_step.update
+    update = step.update
 
     def clocked(*given: Any, **named: Any) -> Any:
         norm = update(*given, **named)
         cpu_s.append(time.process_time())
         return norm
 
-    training_step.update = clocked
+    step.update = clocked
 
     folder = Path(job["folder"])
     recipe = folder / "recipe.yaml"

@@ -25,8 +25,8 @@ from result_files import write_result
 from memtrain.cli.plan.make_plan import make_plan
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.trainers.build.components import build
+from memtrain.trainers.build.step import OptimizerStep
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
-from memtrain.trainers.optim.step import DistributedStep, forward_backward
 from memtrain.trainers.protocols.feed import Steps
 
 TOTAL = 640
@@ -118,15 +118,8 @@ def one_form(folder: Path, overrides: list[str]) -> dict[str, float]:
 
     def step() -> float:
         begun = time.process_time()
-        forward_backward(
-            built.scorer,
-            built.method,
-            [batch],
-            denominator=work.denominator,
-            engine=DistributedStep(),
-            num_micro_batches=1,
-            want_stats=False,
-        )
+        one_step = OptimizerStep(built.scorer, built.method, built.optimizer, ())
+        one_step.passes([batch], denominator=work.denominator, num_micro_batches=1, want_stats=False)
         built.scorer.zero_grad()
         return time.process_time() - begun
 

@@ -159,11 +159,11 @@ def test_made_up_completions_depend_on_the_prompt_and_their_number_only(script: 
 def test_our_side_of_the_comparison_learns_from_completions_that_are_made_up(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from memtrain.trainers.build import training_step
+    from memtrain.trainers.build import step
     from memtrain.trainers.online.rollout import online_loop as online
 
     sides, methods = script("method_sides"), script("methods_vs_trl")
-    monkeypatch.setattr(training_step, "update", training_step.update)
+    monkeypatch.setattr(step, "update", step.update)
     monkeypatch.setattr(online.OnlineSteps, "written", online.OnlineSteps.written)
     job = methods.job_of("grpo, same completions", "0.9M", tmp_path, 0, None)
     reported = sides.run_memtrain(job | {"model": "builtin:tiny", "steps": 1, "folder": str(tmp_path)})

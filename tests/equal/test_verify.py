@@ -15,7 +15,7 @@ from memtrain.cli.app import run
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.batches import answer_batch, collate
 from memtrain.trainers.build import components as build_module
-from memtrain.trainers.build import training_step as step_module
+from memtrain.trainers.build import step as step_module
 from memtrain.trainers.losses.head import request as request_module
 from memtrain.trainers.model.attention import own_positions
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout

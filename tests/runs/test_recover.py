@@ -12,6 +12,7 @@ from sampled import sampled
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memtrain.trainers.build import step
 from memtrain.trainers.loop.oom import recover
 from memtrain.trainers.optim import atomic_step as optim_whole
 from memtrain.trainers.runtime import oom_errors as memory_errors
@@ -74,7 +75,8 @@ def break_at(
 
         return real(broken, is_on=is_on)
 
-    monkeypatch.setattr(optim_whole if of == "optimizer" else recover, "attempt", attempt)
+    places = {"optimizer": optim_whole, "step": step, "evaluation": recover}
+    monkeypatch.setattr(places[of], "attempt", attempt)
     return breaker
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sampled import sampled
 
+from memtrain.trainers.build import step
 from memtrain.trainers.checkpoints.state_io import load_state
-from memtrain.trainers.loop.oom import recover
 from memtrain.trainers.runtime import oom_errors as memory_errors
 
 MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 42 bytes. Error code 12"
@@ -91,7 +91,7 @@ def test_a_run_that_cannot_survive_ends_before_its_first_step(runs, monkeypatch)
     def attempt(act: object, *, is_on: bool = True) -> tuple[None, bool]:
         return None, False
 
-    monkeypatch.setattr(recover, "attempt", attempt)
+    monkeypatch.setattr(step, "attempt", attempt)
     ended = runs.run("run", *SMALL, "memory.preflight=on")
     assert ended.code == 7
     assert "in step 1" in ended.err
@@ -109,7 +109,7 @@ def test_what_the_rehearsal_learns_is_kept(runs, monkeypatch):
             return None, False
         return real(act, is_on=is_on)
 
-    monkeypatch.setattr(recover, "attempt", attempt)
+    monkeypatch.setattr(step, "attempt", attempt)
     folder = runs.done("run", *SMALL, "memory.preflight=on", "save.every_steps=3")
     state = load_state(next(folder.glob("checkpoints/step-*")) / "loop")
     assert state["micro_batch_limit"] > 0

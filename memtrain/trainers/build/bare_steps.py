@@ -11,13 +11,10 @@ from torch import Tensor, nn
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.build.engine import begin, scaled_by
-from memtrain.trainers.build.training_step import TrainingStep
+from memtrain.trainers.build.step import OptimizerStep, whole
 from memtrain.trainers.model.loading.load import local_device
-from memtrain.trainers.optim.step import set_rate
 from memtrain.trainers.protocols.feed import Steps, StepSource, StepWork
-from memtrain.trainers.protocols.method import StepPreview
 from memtrain.trainers.protocols.position import TrainState
-from memtrain.trainers.runtime.seed import seed_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +42,21 @@ class Stepper:
     built: Built
     source: StepSource | None = None
     """Source of the steps' work; without one the rows of `built`."""
-    training: TrainingStep = field(init=False)
-    device: torch.device = field(init=False)
+    training: OptimizerStep = field(init=False)
     steps: StepSource = field(init=False)
 
     def __post_init__(self) -> None:
-        settings, train = self.plan.settings, self.plan.recipe.train
-        self.device = local_device(settings)
+        settings, recipe = self.plan.settings, self.plan.recipe
+        train = recipe.train
         self.steps = self.source or Steps(self.built.train, settings, train.seed, train.shuffle)
-        self.training = begin(self.built.parts, self.plan.recipe, settings, scaled_by(TrainState()))
+        self.training = begin(self.built.parts, recipe, settings, scaled_by(TrainState()))
+        self.training.device = local_device(settings)
+        self.training.source, self.training.lr_at = self.steps, lambda step: recipe.optim.lr
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the micro-batches."""
+        return self.training.device
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -71,22 +74,12 @@ class Stepper:
 
         `is_trial`: its sequences are put together for this, and are no step's.
         """
-        feed, seed = self.steps.feed, self.plan.recipe.train.seed
-        set_rate(self.built.optimizer, self.plan.recipe.optim.lr)
-        self.training.before_step(
-            StepPreview(feed, work.sequences, work.micro_batches, self.device, 1, is_trial=is_trial)
-        )
-        return self.training.gradients(
-            (feed.micro_batch(sequences).to(self.device) for sequences in work.micro_batches),
-            denominator=work.denominator,
-            num_micro_batches=len(work.micro_batches),
-            want_stats=want_stats,
-            seed_micro_batch=lambda index: seed_step(seed, work.step, index),
-        )
+        parts = whole(work.micro_batches)
+        return self.training.gradients(work, parts, want_stats=want_stats, is_trial=is_trial)
 
     def update(self, work: StepWork) -> Tensor:
         """Move the weights by their gradients, and what follows them; the norm before clipping."""
-        return self.training.update(lr=self.plan.recipe.optim.lr, num_steps=work.step + 1)
+        return self.training.update(work.step)
 
     def step(self, number: int, *, want_stats: bool = False) -> Stepped:
         """Make a whole step."""

@@ -22,7 +22,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.batches.collate import nothing
 from memtrain.trainers.batches.split_rows import SplitRows
-from memtrain.trainers.build.training_step import (
+from memtrain.trainers.build.step import (
     AnyScorer,
     StepParts,
     assemble,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.zero_config import stage_of
 from memtrain.recipes.recipe import Recipe
-from memtrain.trainers.build.training_step import StepParts, TrainingStep
+from memtrain.trainers.build.step import OptimizerStep, StepParts
 from memtrain.trainers.distributed.ddp import GradientAllReduce
 from memtrain.trainers.distributed.fsdp2 import (
     check_shards,
@@ -39,6 +40,7 @@ from memtrain.trainers.model.loading.sharded_init import kept_of
 from memtrain.trainers.model.loading.sharded_load import fill_rows, is_empty
 from memtrain.trainers.optim.in_backward import InBackward
 from memtrain.trainers.optim.loss_scaling import LossScaling
+from memtrain.trainers.optim.lr_schedule import lr_at
 from memtrain.trainers.optim.step import DistributedStep
 from memtrain.trainers.optim.wide_sums import summing_wide
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
@@ -174,13 +176,13 @@ def scaled_by(position: TrainState) -> Scaled:
     return lambda engine: LossScaling(engine, position).engine()
 
 
-def begin(parts: StepParts, recipe: Recipe, settings: Settings, scaled: Scaled) -> TrainingStep:
+def begin(parts: StepParts, recipe: Recipe, settings: Settings, scaled: Scaled) -> OptimizerStep:
     """The step, begun: weights and optimizer states are loaded, and DeepSpeed cuts them here.
 
     `scaled`: the engine of float16 around another.
     """
     engine = make_engine(parts, settings, recipe.optim.max_grad_norm)
-    return TrainingStep(
+    return OptimizerStep(
         model=parts.scorer,
         method=parts.method,
         optimizer=parts.optimizer,
@@ -188,6 +190,9 @@ def begin(parts: StepParts, recipe: Recipe, settings: Settings, scaled: Scaled) 
         engine=scaled(engine) if settings.dtype == "float16" else engine,
         max_grad_norm=recipe.optim.max_grad_norm,
         follower=parts.follower,
+        settings=settings,
+        seed=recipe.train.seed,
+        lr_at=partial(lr_at, optim=recipe.optim, max_steps=settings.max_steps),
     )
 
 

@@ -86,12 +86,12 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
         return
     remember_peaks(run)
     if other_scores:
-        run.emit(NoteEvent(step=run.position.step, text=other_scores))
-    run.emit(
+        run.observers.emit(NoteEvent(step=run.position.step, text=other_scores))
+    run.observers.emit(
         FinalEvent(
             step=run.position.step,
             state="done",
-            seconds=time.time() - run.started,
+            seconds=time.time() - run.observers.started,
             model=str(folder.final),
             best_step=best_step,
             sample=written,
@@ -105,7 +105,7 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
 
 def _other_scores(run: Run, built: Built) -> str:
     """Sentence about the scores of `final/` in plain transformers; mostly empty."""
-    feed = run.eval_feed or run.steps.feed
+    feed = run.evaluation.feed or run.steps.feed
     if not isinstance(built.scorer, RewardScorer) or not isinstance(feed, AnswerFeed):
         return ""
     try:
@@ -117,18 +117,18 @@ def _other_scores(run: Run, built: Built) -> str:
 
 def note_other_peaks(run: Run) -> None:
     """Tell the peak of every phase in which another rank needed more than the main one."""
-    phases = run.ranks.gather(run.watch.phases)
+    phases = run.ranks.gather(run.observers.watch.phases)
     for name, mine in phases[0].items():
         most = max(of_rank.get(name, 0) for of_rank in phases)
         if most > mine:
-            run.emit(MemoryEvent(step=run.position.step, phase=name, allocated=most))
+            run.observers.emit(MemoryEvent(step=run.position.step, phase=name, allocated=most))
 
 
 def note_host_memory(run: Run) -> None:
     """Tell the peak resident memory of all processes of the run; nothing where memory is not measured."""
     peaks = run.ranks.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB)
     if run.plan.recipe.memory.measure_peaks:
-        run.emit(HostMemoryEvent(step=run.position.step, resident=sum(peaks), processes=len(peaks)))
+        run.observers.emit(HostMemoryEvent(step=run.position.step, resident=sum(peaks), processes=len(peaks)))
 
 
 def remember_peaks(run: Run) -> None:
@@ -136,7 +136,7 @@ def remember_peaks(run: Run) -> None:
 
     Of the main rank's device; nothing where memory was not watched.
     """
-    prediction, seen = run.plan.prediction, run.watch.phases
+    prediction, seen = run.plan.prediction, run.observers.watch.phases
     predicted = {phase.phase: phase.num_bytes for phase in prediction.phases}
     measured = {name: max(seen.get(name, 0), seen.get(f"{DRY_RUN}{name}", 0)) for name in predicted}
     both = [name for name, num_bytes in measured.items() if num_bytes]
@@ -151,7 +151,7 @@ def remember_peaks(run: Run) -> None:
         )
     except OSError as error:
         text = f"the measured peaks could not be stored for later plans: {error.strerror}"
-        run.emit(NoteEvent(step=run.position.step, text=text))
+        run.observers.emit(NoteEvent(step=run.position.step, text=text))
 
 
 def sample(run: Run, built: Built) -> tuple[str, str]:
@@ -176,8 +176,8 @@ def sample(run: Run, built: Built) -> tuple[str, str]:
 
 
 def _written(run: Run, built: Built) -> tuple[str, str]:
-    feed = run.eval_feed or run.steps.feed
-    prompt_T = feed.sample_prompt().to(run.device)
+    feed = run.evaluation.feed or run.steps.feed
+    prompt_T = feed.sample_prompt().to(run.step.device)
     with attention_switched(base_model(built.model), "eager"), torch.no_grad():
         written = cast(Any, built.model).generate(
             input_ids=prompt_T[None],

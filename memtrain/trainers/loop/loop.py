@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from memtrain.errors import Diverged, Interrupted, MemtrainError
+from memtrain.errors import Diverged, Interrupted
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.evaluation import LOSS, SET_MARK
-from memtrain.trainers.batches.ahead import BatchesAhead
-from memtrain.trainers.build.training_step import TrainingStep
+from memtrain.trainers.build.step import OptimizerStep, Part, RanOut
 from memtrain.trainers.loop.early_stopping import is_spent, note_evaluation
-from memtrain.trainers.loop.oom.heaviest_batch import padded_tokens
-from memtrain.trainers.loop.oom.recover import Cursor, Exhausted, Part, Recovery
+from memtrain.trainers.loop.oom.recover import Exhausted, Recovery
 from memtrain.trainers.loop.saver import Saver
 from memtrain.trainers.memory_meter.phase_watch import WATCHED_AHEAD, WATCHED_STEPS, MemoryWatch, StepWeight
 from memtrain.trainers.optim.loss_scaling import skipped_words
-from memtrain.trainers.optim.step import set_rate
 from memtrain.trainers.protocols.events import EvalEvent, Event, NoteEvent, SampleEvent, StepEvent
 from memtrain.trainers.protocols.feed import (
     Feed,
@@ -32,25 +30,34 @@ from memtrain.trainers.protocols.feed import (
     StepWork,
     eval_micro_batches,
     eval_orders,
+    padded_tokens,
 )
-from memtrain.trainers.protocols.method import Loss, ReportsEvents, StepPreview, means_of
+from memtrain.trainers.protocols.method import ReportsEvents, means_of
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.host_time import HostTime
 from memtrain.trainers.runtime.ranks import Ranks
-from memtrain.trainers.runtime.seed import seed_step
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """State that the loop moves."""
+class Evaluation:
+    """What is measured beside the steps."""
 
-    plan: Plan
-    step: TrainingStep
-    lr_at: Callable[[int], float]
-    steps: StepSource
-    eval_feed: Feed | None
-    ranks: Ranks
-    device: torch.device
+    feed: Feed | None
+    """Held-out rows."""
+    judge: Callable[[], EvalEvent] | None = None
+    """Measures on the held-out rows in place of the loss."""
+    sample: Callable[[int], SampleEvent] | None = None
+    """Completions of fixed prompts after a step, which move nothing."""
+    metrics: Callable[[], dict[str, float]] | None = None
+    """Metrics of completions of held-out prompts, beside the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """Who looks at a run and moves nothing."""
+
     emit: Callable[[Event], None]
     """Takes events to the metrics, the terminal and the trackers, on the main rank."""
     watch: MemoryWatch
@@ -58,23 +65,25 @@ class Run:
     """Looks at one step closely."""
     stepped: Callable[[int, int], None]
     """Called after each step with its number, the first of which is 1, and its tokens."""
-    is_asked_to_stop: Callable[[], bool]
+    started: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """State that the loop moves."""
+
+    plan: Plan
+    step: OptimizerStep
+    steps: StepSource
+    evaluation: Evaluation
+    observers: Observers
     saver: Saver
     recovery: Recovery
     """Recovery when memory runs out."""
-    post_mortem: Callable[[Exhausted], MemtrainError]
-    """Explains the end of a run, and the changes that would avoid it."""
-    ahead: BatchesAhead
-    """Makes the next micro-batch while one is worked on."""
-    judge: Callable[[], EvalEvent] | None = None
-    """Measures on the held-out rows in place of the loss."""
-    sample: Callable[[int], SampleEvent] | None = None
-    """Completions of fixed prompts after a step, which move nothing."""
-    metrics: Callable[[], dict[str, float]] | None = None
-    """Metrics of completions of held-out prompts, beside the loss."""
-    position: TrainState = field(default_factory=TrainState)
-    started: float = field(default_factory=time.time)
-    """Seconds since 1970."""
+    ranks: Ranks
+    is_asked_to_stop: Callable[[], bool]
+    position: TrainState
 
 
 def train(run: Run) -> None:
@@ -90,15 +99,15 @@ def train(run: Run) -> None:
         if run.position.step:
             run.saver.save(run.position)
             run.saver.settle()
-        raise run.post_mortem(spent) from None
+        raise run.recovery.post_mortem(spent) from None
 
 
 def _steps_left(run: Run) -> None:
     if run.plan.recipe.eval.at_start and run.position.step == 0:
         evaluate(run)
-    samples = run.plan.recipe.eval.samples
-    if run.sample is not None and samples is not None and samples.at_start and run.position.step == 0:
-        run.emit(run.sample(0))
+    samples, sample = run.plan.recipe.eval.samples, run.evaluation.sample
+    if sample is not None and samples is not None and samples.at_start and run.position.step == 0:
+        run.observers.emit(sample(0))
     coming: StepWork | None = None
     while not is_over(run):
         started = time.perf_counter()
@@ -108,14 +117,14 @@ def _steps_left(run: Run) -> None:
         one_step(run, work, 0.0 if isinstance(run.steps, Steps) else time.perf_counter() - started)
         run.position.step += 1
         run.position.eval_loss = None
-        if run.eval_feed is not None and _is_due(run, work, run.plan.recipe.eval.every_steps):
+        if run.evaluation.feed is not None and _is_due(run, work, run.plan.recipe.eval.every_steps):
             evaluate(run)
         if (
-            run.sample is not None
+            sample is not None
             and samples is not None
             and (_is_due(run, work, samples.every_steps) or is_over(run))
         ):
-            run.emit(run.sample(run.position.step))
+            run.observers.emit(sample(run.position.step))
         is_stopped, is_last = _agreed_to_stop(run), is_over(run)
         if (
             is_stopped
@@ -124,7 +133,7 @@ def _steps_left(run: Run) -> None:
             or _is_best_to_keep(run)
         ):
             _emit_events(run)
-            with run.watch.phase("saving"):
+            with run.observers.watch.phase("saving"):
                 run.saver.save(run.position)
         if is_stopped and not is_last:
             run.saver.settle()
@@ -139,7 +148,7 @@ def _emit_events(run: Run) -> None:
     """Write what the method has gathered: before a checkpoint, behind which a resumed run gathers anew."""
     if isinstance(run.step.method, ReportsEvents):
         for event in run.step.method.events(run.position.step):
-            run.emit(event)
+            run.observers.emit(event)
 
 
 def _work(run: Run, step: int) -> StepWork:
@@ -149,13 +158,13 @@ def _work(run: Run, step: int) -> StepWork:
 def _work_after(run: Run, work: StepWork) -> StepWork | None:
     """Work of the next step, whose first micro-batch is made during this one; None where none is, or it is
     not known yet."""
-    run.ahead.after_step = None
+    run.step.ahead.after_step = None
     is_known = isinstance(run.steps, Steps) and work.step + 1 < run.plan.settings.max_steps
-    if not (run.ahead.is_on and is_known):
+    if not (run.step.ahead.is_on and is_known):
         return None
     coming = _work(run, work.step + 1)
     first = run.recovery.divide(run.steps.feed, coming.micro_batches[:1])
-    run.ahead.after_step = first[0].sequences if first else None
+    run.step.ahead.after_step = first[0].sequences if first else None
     return coming
 
 
@@ -187,19 +196,17 @@ def one_step(run: Run, work: StepWork, rollout_s: float = 0.0) -> None:
     """
     started = time.perf_counter()
     skipped = run.position.skipped_steps
-    lr = run.lr_at(work.step)
-    set_rate(run.step.optimizer, lr)
     phase = "first step" if work.step == 0 else "steady step"
     weight = StepWeight(work.num_tokens, lambda: _most_coming(run, work), lambda: _largest(run, work))
-    with run.watch.phase(phase, weight), run.host_time.step():
-        sums = whole_gradients(run, work)
-        norm = run.step.update(lr=lr, num_steps=work.step + 1)
-        own_sums = _to_host(sums | {"grad_norm": norm / run.ranks.world})
+    with run.observers.watch.phase(phase, weight), run.observers.host_time.step():
+        want_stats = _is_logged(run, work.step)
+        made = recovered(run, work, lambda parts: run.step.run(work, parts, want_stats=want_stats))
+        own_sums = _to_host(made.sums | {"grad_norm": made.norm / run.ranks.world})
     totals = run.ranks.sum(own_sums)
-    _emit(run, work, totals, lr, time.perf_counter() - started, rollout_s)
+    _emit(run, work, totals, time.perf_counter() - started, rollout_s)
     if run.position.skipped_steps > skipped:
-        run.emit(NoteEvent(step=work.step + 1, text=skipped_words(run.position)))
-    run.stepped(work.step + 1, work.num_tokens)
+        run.observers.emit(NoteEvent(step=work.step + 1, text=skipped_words(run.position)))
+    run.observers.stepped(work.step + 1, work.num_tokens)
     if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
         run.saver.settle()
         raise Diverged(
@@ -216,59 +223,37 @@ def _largest(run: Run, work: StepWork) -> int:
     return max((padded_tokens(feed, one, settings) for one in work.micro_batches), default=0)
 
 
-def whole_gradients(run: Run, work: StepWork, *, is_trial: bool = False) -> dict[str, Tensor]:
-    """Gradients of a step, summed over the ranks; the sums of this rank, with `loss`.
-
-    `is_trial`: its sequences are put together to try the memory, and are no step's; with the figures of a
-    step that is logged, which take memory too.
+def recovered(run: Run, work: StepWork, act: Callable[[list[Part]], Made]) -> Made:
+    """Result of `act` for the parts of a step, however often memory runs out on any rank.
 
     Raises: Exhausted, on every rank, when memory runs out whatever is done.
     """
-    seed, feed = run.plan.recipe.train.seed, run.steps.feed
-
-    def act(parts: list[Part], cursor: Cursor) -> dict[str, Tensor]:
-        before_step(run, feed, work.sequences, [part.sequences for part in parts], is_trial=is_trial)
-
-        def seed_part(index: int) -> None:
-            if index == len(parts) - 1:
-                run.host_time.last_part(len(parts))
-            part = parts[index]
-            seed_step(seed, work.step, part.micro_batch * run.ranks.world + run.ranks.rank, part.number)
-
-        return run.step.gradients(
-            _on_device(run, parts, cursor),
-            denominator=work.denominator,
-            num_micro_batches=len(parts),
-            want_stats=is_trial or _is_logged(run, work.step),
-            seed_micro_batch=seed_part,
-        )
-
-    return run.recovery.whole(
-        feed,
-        work.micro_batches,
-        act,
-        finish=run.step.engine.finish,
-        clear=lambda: run.step.optimizer.zero_grad(set_to_none=True),
-        ranks=run.ranks,
-    )
+    feed, micro_batches = run.steps.feed, work.micro_batches
+    parts = run.recovery.divide(feed, micro_batches)
+    while True:
+        try:
+            return act(parts)
+        except RanOut as broken:
+            failure = broken.failure
+        parts = run.recovery.smaller(feed, micro_batches, failure)
 
 
 def evaluate(run: Run) -> EvalEvent:
     """Measure the held-out rows, and tell; every rank gets the same numbers."""
-    event = _measured(run) if run.judge is None else run.judge()
+    event = _measured(run) if run.evaluation.judge is None else run.evaluation.judge()
     note_evaluation(run.position, event, run.plan.recipe)
-    run.emit(event)
+    run.observers.emit(event)
     return event
 
 
 def _measured(run: Run) -> EvalEvent:
     """The mean held-out loss by the method's own measure, of all rows and of each evaluation set."""
-    assert run.eval_feed is not None, "There are held-out rows."
-    feed, method = run.eval_feed, run.step.method
+    assert run.evaluation.feed is not None, "There are held-out rows."
+    feed, method = run.evaluation.feed, run.step.method
     started = time.perf_counter()
     was_training = run.step.model.training
     run.step.model.eval()
-    with run.watch.phase("evaluation"), torch.no_grad():
+    with run.observers.watch.phase("evaluation"), torch.no_grad():
         parts = [run.ranks.sum(_to_host(_sums(run, feed, order))) for order in eval_orders(feed)]
     run.step.model.train(was_training)
     counts = [float(feed.weights[order].sum()) for order in eval_orders(feed)]
@@ -277,7 +262,7 @@ def _measured(run: Run) -> EvalEvent:
         of_set = {LOSS: sums[LOSS] / count} | means_of(method, _without_loss(sums), count)
         extra |= {f"{name}{SET_MARK}{metric}": value for metric, value in of_set.items()}
     totals = {name: sum(sums[name] for sums in parts) for name in parts[0]}
-    extra |= run.metrics() if run.metrics is not None else {}
+    extra |= run.evaluation.metrics() if run.evaluation.metrics is not None else {}
     return EvalEvent(
         step=run.position.step,
         loss=totals[LOSS] / sum(counts),
@@ -293,10 +278,8 @@ def _sums(run: Run, feed: Feed, sequences: Ints) -> dict[str, Tensor]:
     micro_batches = eval_micro_batches(
         feed, run.plan.settings, sequences, rank=run.ranks.replica, num_ranks=run.ranks.num_replicas
     )
-    before_step(run, feed, sequences, micro_batches)
-    for made in run.recovery.each(
-        feed, micro_batches, lambda sequences: score(run, feed, sequences), ranks=run.ranks
-    ):
+    run.step.preview(sequences, micro_batches, feed=feed)
+    for made in run.recovery.each(feed, micro_batches, partial(run.step.score, feed), ranks=run.ranks):
         for name, value in {LOSS: made.value, **made.sums}.items():
             sums[name] = sums[name] + value if name in sums else value
     return sums
@@ -304,39 +287,6 @@ def _sums(run: Run, feed: Feed, sequences: Ints) -> dict[str, Tensor]:
 
 def _without_loss(sums: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in sums.items() if name != LOSS}
-
-
-def score(run: Run, feed: Feed, sequences: Ints) -> Loss:
-    """The summed loss of some sequences, and their metrics."""
-    micro_batch = feed.micro_batch(sequences).to(run.device)
-    return run.step.method.loss(run.step.model, micro_batch, denominator=1.0, want_stats=True)
-
-
-def before_step(
-    run: Run, feed: Feed, sequences: Ints, micro_batches: Sequence[Ints], *, is_trial: bool = False
-) -> None:
-    """Let the method see the sequences of all ranks, and this rank's micro-batches, before their losses."""
-    run.step.before_step(
-        StepPreview(
-            feed,
-            sequences,
-            micro_batches,
-            run.device,
-            run.ranks.world,
-            num_sharing=run.ranks.num_sharing,
-            is_trial=is_trial,
-        )
-    )
-
-
-def _on_device(run: Run, parts: Sequence[Part], cursor: Cursor) -> Iterator[Any]:
-    coming = [*(part.sequences for part in parts[1:]), run.ahead.after_step]
-    for number, (part, following) in enumerate(zip(parts, coming, strict=True)):
-        cursor.at = number
-        micro_batch = run.ahead.take(run.steps.feed, part.sequences)
-        if following is not None:
-            run.ahead.begin(run.steps.feed, following)
-        yield micro_batch.to(run.device)
 
 
 def _is_due(run: Run, work: StepWork, every_steps: int | None) -> bool:
@@ -372,16 +322,14 @@ def _names(sums: dict[str, Tensor]) -> Iterator[str]:
         yield from [name] if value.dim() == 0 else (f"{name}/{number}" for number in range(len(value)))
 
 
-def _emit(
-    run: Run, work: StepWork, totals: dict[str, float], lr: float, seconds: float, rollout_s: float
-) -> None:
-    peak = int(run.ranks.max({"peak": run.watch.peak_bytes})["peak"])
+def _emit(run: Run, work: StepWork, totals: dict[str, float], seconds: float, rollout_s: float) -> None:
+    peak = int(run.ranks.max({"peak": run.observers.watch.peak_bytes})["peak"])
     sums = {name: value for name, value in totals.items() if name not in ("loss", "grad_norm")}
-    run.emit(
+    run.observers.emit(
         StepEvent(
             step=work.step + 1,
             loss=totals["loss"],
-            lr=lr,
+            lr=run.step.lr_at(work.step),
             grad_norm=totals["grad_norm"],
             tokens=work.num_tokens,
             loss_tokens=int(work.denominator) if work.num_loss_tokens is None else work.num_loss_tokens,

@@ -21,7 +21,6 @@ from transformers.utils import logging as transformers_logging
 from memtrain.errors import EXIT_OUR_FAULT, Interrupted, LaunchError, MemtrainError, printable
 from memtrain.memory.plan.plan import Plan, PreparedSplit, read_plan
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.batches.ahead import BatchesAhead
 from memtrain.trainers.build.components import Built, build, has_dropout
 from memtrain.trainers.build.engine import (
     begin,
@@ -31,7 +30,7 @@ from memtrain.trainers.build.engine import (
     ranks_of,
     scaled_by,
 )
-from memtrain.trainers.build.training_step import TrainingStep
+from memtrain.trainers.build.step import OptimizerStep
 from memtrain.trainers.checkpoints.checkpoint import (
     Found,
     mend_checkpoints,
@@ -44,7 +43,7 @@ from memtrain.trainers.checkpoints.snapshot import restore
 from memtrain.trainers.loop.exit_status import record_exit
 from memtrain.trainers.loop.finish import finish
 from memtrain.trainers.loop.held_out_metrics import open_metrics
-from memtrain.trainers.loop.loop import Run, train
+from memtrain.trainers.loop.loop import Evaluation, Observers, Run, train
 from memtrain.trainers.loop.oom.post_mortem import post_mortem, refuse_over_budget
 from memtrain.trainers.loop.oom.preflight import preflight
 from memtrain.trainers.loop.oom.recover import Exhausted, Recovery
@@ -61,7 +60,6 @@ from memtrain.trainers.model.loading.save import try_final
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.online.rollout.on_policy import on_policy_steps
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps, online_steps
-from memtrain.trainers.optim.lr_schedule import lr_at
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.events import DataEvent, Event, MemoryEvent, NoteEvent
 from memtrain.trainers.protocols.feed import Steps, StepSource
@@ -86,58 +84,79 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
 
     Raises: MemtrainError of every kind; Interrupted when asked to stop, after saving.
     """
-    started = time.time()
     transformers_logging.disable_progress_bar()
     with ExitStack() as stack:
         accelerator = make_accelerator(plan.settings)
-        ranks = ranks_of(accelerator, plan.settings)
-        check_same_plan_on_ranks(plan, ranks)
-        folder = RunFolder(Path(plan.run_dir))
-        if ranks.is_main and not is_locked:
-            stack.enter_context(_take_folder(folder, plan, family))
-        stop = stack.enter_context(StopRequest(family.is_gone if family is not None else None))
-        position = TrainState()
-        stack.enter_context(record_exit(folder, ranks, position))
-        found, notes = _look_for_checkpoint(folder, plan, ranks, resume=resume)
-        _stop_before_loading(ranks, stop, folder)
-        built = build(plan, make_spread(plan.settings))
-        step = _take_up(plan, found, built, position, ranks)
-        sinks = stack.enter_context(open_sinks(plan, folder, ranks, position))
-        _emit_start(sinks, plan, built, found, notes, position)
-        _try_final(built, folder, sinks, position, is_main=ranks.is_main)
-        recovery = _recovery(plan, built, position, sinks)
-        watch = _watch(plan, built, sinks.emit, ranks, position)
-        online = online_steps(plan, built, ranks, watch, sinks, position, found.checkpoint)
-        stack.callback(lambda: online.generating.close() if online is not None else None)
-        writer = open_writer(plan, built, ranks, watch, _noting(sinks, position))
-        run = Run(
-            plan=plan,
-            step=step,
-            lr_at=lambda step: lr_at(step, optim=plan.recipe.optim, max_steps=plan.settings.max_steps),
-            steps=online or _steps(plan, built, ranks, watch, sinks, position),
-            eval_feed=built.eval,
-            ranks=ranks,
-            device=local_device(plan.settings),
-            emit=sinks.emit,
-            watch=watch,
-            host_time=host_time_of(plan, sinks, position, ranks),
-            stepped=step_watch(plan, sinks, ranks),
-            is_asked_to_stop=_asked(stop, sinks, position),
-            saver=_open_saver(stack, plan, folder, built, ranks, sinks, online),
-            recovery=recovery,
-            post_mortem=_explained(plan, recovery, built, position),
-            ahead=BatchesAhead(is_on=plan.settings.device == "cuda"),
-            judge=online.evaluate if online is not None else None,
-            sample=partial(sampled, writer) if writer is not None and plan.recipe.eval.samples else None,
-            metrics=open_metrics(plan, writer, ranks),
-            position=position,
-            started=started,
+        run, built = assemble(
+            plan,
+            ranks_of(accelerator, plan.settings),
+            stack,
+            resume=resume,
+            is_locked=is_locked,
+            family=family,
         )
         _run_preflight(run, built)
         train(run)
-        finish(run, built, folder)
-        ranks.barrier()
+        finish(run, built, RunFolder(Path(plan.run_dir)))
+        run.ranks.barrier()
         accelerator.end_training()
+
+
+def assemble(
+    plan: Plan,
+    ranks: Ranks,
+    stack: ExitStack,
+    *,
+    resume: bool = True,
+    is_locked: bool = False,
+    family: Family | None = None,
+) -> tuple[Run, Built]:
+    """The run of a plan on this rank, at its newest checkpoint if any; what it holds ends with `stack`.
+
+    Raises: MemtrainError of every kind; Interrupted when asked to stop before the model was loaded.
+    """
+    started = time.time()
+    check_same_plan_on_ranks(plan, ranks)
+    folder = RunFolder(Path(plan.run_dir))
+    if ranks.is_main and not is_locked:
+        stack.enter_context(_take_folder(folder, plan, family))
+    stop = stack.enter_context(StopRequest(family.is_gone if family is not None else None))
+    position = TrainState()
+    stack.enter_context(record_exit(folder, ranks, position))
+    found, notes = _look_for_checkpoint(folder, plan, ranks, resume=resume)
+    _stop_before_loading(ranks, stop, folder)
+    built = build(plan, make_spread(plan.settings))
+    step = _take_up(plan, found, built, position, ranks)
+    sinks = stack.enter_context(open_sinks(plan, folder, ranks, position))
+    _emit_start(sinks, plan, built, found, notes, position)
+    _try_final(built, folder, sinks, position, is_main=ranks.is_main)
+    recovery = _recovery(plan, built, position, sinks)
+    watch = _watch(plan, built, sinks.emit, ranks, position)
+    online = online_steps(plan, built, ranks, watch, sinks, position, found.checkpoint)
+    stack.callback(lambda: online.generating.close() if online is not None else None)
+    writer = open_writer(plan, built, ranks, watch, _noting(sinks, position))
+    host_time = host_time_of(plan, sinks, position, ranks)
+    step.source = online or _steps(plan, built, ranks, watch, sinks, position)
+    step.ranks, step.device = ranks, local_device(plan.settings)
+    step.ahead.is_on, step.before_last = plan.settings.device == "cuda", host_time.last_part
+    run = Run(
+        plan=plan,
+        step=step,
+        steps=step.source,
+        evaluation=Evaluation(
+            feed=built.eval,
+            judge=online.evaluate if online is not None else None,
+            sample=partial(sampled, writer) if writer is not None and plan.recipe.eval.samples else None,
+            metrics=open_metrics(plan, writer, ranks),
+        ),
+        observers=Observers(sinks.emit, watch, host_time, step_watch(plan, sinks, ranks), started),
+        saver=_open_saver(stack, plan, folder, built, ranks, sinks, online),
+        recovery=recovery,
+        ranks=ranks,
+        is_asked_to_stop=_asked(stop, sinks, position),
+        position=position,
+    )
+    return run, built
 
 
 def _steps(
@@ -165,17 +184,6 @@ def _take_folder(folder: RunFolder, plan: Plan, family: Family | None) -> RunLoc
             fix="run the training command again; one run folder is for one run",
         )
     return lock
-
-
-def _explained(
-    plan: Plan, recovery: Recovery, built: Built, position: TrainState
-) -> Callable[[Exhausted], MemtrainError]:
-    """Explains why memory ran out, and the changes that would help."""
-
-    def explained(spent: Exhausted) -> MemtrainError:
-        return post_mortem(spent, plan, recovery.settings, built.model, built.optimizer, step=position.step)
-
-    return explained
 
 
 def _noting(sinks: EventSinks, position: TrainState) -> Callable[[str], None]:
@@ -219,7 +227,7 @@ def _look_for_checkpoint(
     return found, check_resumable(found.checkpoint.manifest.facts, plan) if found.checkpoint else []
 
 
-def _take_up(plan: Plan, found: Found, built: Built, position: TrainState, ranks: Ranks) -> TrainingStep:
+def _take_up(plan: Plan, found: Found, built: Built, position: TrainState, ranks: Ranks) -> OptimizerStep:
     """Go on from the checkpoint that was found; how a step reaches the other ranks and the weights."""
     if found.checkpoint is not None:
         own = {"trained": built.trained, "ranks": ranks}
@@ -284,11 +292,15 @@ def _recovery(plan: Plan, built: Built, position: TrainState, sinks: EventSinks)
             apply_checkpointing_and_offload(model, settings)
         configure_loss(built.scorer, settings)
 
+    def explained(spent: Exhausted) -> MemtrainError:
+        return post_mortem(spent, plan, recovery.settings, built.model, built.optimizer, step=position.step)
+
     recovery = Recovery(
         settings=plan.settings,
         position=position,
         treat=treat,
         emit=_noting(sinks, position),
+        post_mortem=explained,
         has_dropout=has_dropout(built.model) or plan.recipe.optim.neftune_alpha is not None,
     )
     recovery.resume()

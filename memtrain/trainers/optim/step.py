@@ -1,11 +1,10 @@
-"""An optimizer step: forward and backward of its micro-batches, then the update. Traced by the planner."""
+"""The update of an optimizer step, and the engine by which it reaches the other ranks and the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 from memtrain.trainers.optim.atomic_step import step_whole
 from memtrain.trainers.optim.build import clip_gradients, takes_float32
 from memtrain.trainers.optim.wide_sums import narrowed, sum_wide
-from memtrain.trainers.protocols.method import Method
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,38 +33,6 @@ class DistributedStep:
     """Moves the weights by their gradients."""
     dry_step: Callable[[bool], AbstractContextManager[None]] = lambda makes_states: nullcontext()
     """Context in which a backward pass moves no weight, and may make missing optimizer states."""
-
-
-def forward_backward(
-    model: nn.Module,
-    method: Method,
-    micro_batches: Iterable[Any],
-    *,
-    denominator: float,
-    engine: DistributedStep,
-    num_micro_batches: int,
-    want_stats: bool,
-    seed_micro_batch: Callable[[int], None] = lambda index: None,
-) -> dict[str, Tensor]:
-    """Accumulate the gradients of a step; the sums of this rank, with `loss`, on the device.
-
-    Losses are divided by the denominator of the whole step, so their sum over micro-batches and ranks is the
-    mean of one large batch. The caller finishes the exchange. No host synchronisation happens here.
-    """
-    totals: dict[str, Tensor] = {}
-    engine.begin(model, num_micro_batches)
-    for index, micro_batch in enumerate(micro_batches):
-        seed_micro_batch(index)
-        is_last = index == num_micro_batches - 1
-        loss = method.loss(model, micro_batch, denominator=denominator, want_stats=want_stats)
-        with engine.last_pass() if is_last else nullcontext():
-            engine.backward(loss.value)
-        for name, value in {"loss": loss.value.detach(), **loss.sums}.items():
-            totals[name] = totals[name] + value if name in totals else value
-        # Some operators hold tensors that no backward pass frees as long as the graph is there (8-bit
-        # products their inputs): it goes before the next micro-batch makes its own.
-        del loss
-    return totals
 
 
 def update(

@@ -61,6 +61,14 @@ class Feed(Protocol):
         ...
 
 
+def padded_tokens(feed: Feed, sequences: Ints, settings: Settings) -> int:
+    """Tokens that some sequences put into the model at once, padding included."""
+    tokens = feed.tokens[sequences]
+    if not len(tokens):
+        return 0
+    return int(tokens.sum()) if settings.padding_free else len(tokens) * int(tokens.max())
+
+
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """Work of one rank in an optimizer step."""

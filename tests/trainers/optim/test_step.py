@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memtrain.trainers.optim.step import DistributedStep, forward_backward
+from memtrain.trainers.build.step import OptimizerStep
 from memtrain.trainers.protocols.method import Loss
 
 HELD: list[weakref.ref[Tensor]] = []
@@ -41,15 +41,8 @@ def test_the_graph_of_a_micro_batch_is_gone_before_the_next_is_computed():
     HELD.clear()
     model, method = nn.Linear(3, 2), Held()
     micro_batches = [torch.ones(4, 3), torch.ones(4, 3), torch.ones(4, 3)]
-    reported = forward_backward(
-        model,
-        method,  # pyright: ignore[reportArgumentType]
-        micro_batches,
-        denominator=1.0,
-        engine=DistributedStep(),
-        num_micro_batches=3,
-        want_stats=False,
-    )
+    step: Any = OptimizerStep(model, method, torch.optim.SGD(model.parameters()), ())  # pyright: ignore
+    reported = step.passes(micro_batches, denominator=1.0, num_micro_batches=3, want_stats=False)
     assert method.alive == [0, 0, 0]
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, torch.full((2, 3), 24.0))

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from memtrain.trainers.build.step import OptimizerStep
 from memtrain.trainers.distributed import ddp as exchange
 from memtrain.trainers.distributed.ddp import GradientAllReduce
-from memtrain.trainers.optim.step import DistributedStep, forward_backward, update
+from memtrain.trainers.optim.step import DistributedStep, update
 from memtrain.trainers.optim.wide_sums import narrowed, sum_wide
 from memtrain.trainers.protocols.method import Loss
 
@@ -55,13 +56,10 @@ def summed(
     model: nn.Module, micro_batches: list[Tensor], engine: DistributedStep, denominator: float
 ) -> Tensor:
     """The gradients of a step of `micro_batches`."""
-    work: Any = {
-        "denominator": denominator,
-        "engine": engine,
-        "num_micro_batches": len(micro_batches),
-        "want_stats": False,
-    }
-    forward_backward(model, Squares(), micro_batches, **work)
+    step = OptimizerStep(model, Squares(), torch.optim.SGD(model.parameters()), (), engine)
+    step.passes(
+        micro_batches, denominator=denominator, num_micro_batches=len(micro_batches), want_stats=False
+    )
     engine.finish()
     return gradients(model)
 
@@ -185,13 +183,8 @@ def test_an_optimizer_of_bfloat16_weights_gets_each_sum_rounded_once():
 
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(2):
-        summing: Any = {
-            "denominator": 16.0,
-            "engine": DistributedStep(),
-            "num_micro_batches": 4,
-            "want_stats": False,
-        }
-        forward_backward(model, Squares(), list(every.chunk(4)), **summing)
+        passes = OptimizerStep(model, Squares(), optimizer, ()).passes
+        passes(every.chunk(4), denominator=16.0, num_micro_batches=4, want_stats=False)
         update(
             optimizer, list(model.parameters()), lr=1e-2, max_grad_norm=1.0, engine=DistributedStep(step=step)
         )

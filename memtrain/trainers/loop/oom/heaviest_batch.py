@@ -5,19 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.protocols.feed import Feed, Ints, StepSource, StepWork
+from memtrain.trainers.protocols.feed import Feed, Ints, StepSource, StepWork, padded_tokens
 
 MOST_SCANNED = 200_000
 """Sequences whose steps are laid out to find the heaviest micro-batch; beyond, the longest rows of the data
 are put together in its place, which no step can exceed. Taste: a second."""
-
-
-def padded_tokens(feed: Feed, sequences: Ints, settings: Settings) -> int:
-    """Tokens that some sequences put into the model at once, padding included."""
-    tokens = feed.tokens[sequences]
-    if not len(tokens):
-        return 0
-    return int(tokens.sum()) if settings.padding_free else len(tokens) * int(tokens.max())
 
 
 def heaviest_micro_batch(

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,14 +21,14 @@ from torch import Tensor, nn
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.checkpoints.state_io import save_state
-from memtrain.trainers.loop.loop import Run, before_step, score, whole_gradients
-from memtrain.trainers.loop.oom.heaviest_batch import heaviest_micro_batch, padded_tokens, step_of
+from memtrain.trainers.loop.loop import Run, recovered
+from memtrain.trainers.loop.oom.heaviest_batch import heaviest_micro_batch, step_of
 from memtrain.trainers.loop.oom.preflight_online import made_up_rollout, next_rollout
 from memtrain.trainers.loop.oom.recover import Exhausted
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.optim.step import set_rate, update
 from memtrain.trainers.protocols.events import NoteEvent
-from memtrain.trainers.protocols.feed import Ints, eval_micro_batches, eval_orders
+from memtrain.trainers.protocols.feed import Ints, StepWork, eval_micro_batches, eval_orders, padded_tokens
 from memtrain.trainers.run_folder.report.report import DRY_RUN
 from memtrain.trainers.runtime.seed import random_state, restore_random_state
 
@@ -56,17 +57,17 @@ def preflight(run: Run) -> PreflightResult:
             _steps(run, heaviest)
             _evaluation(run)
         except Exhausted as spent:
-            raise run.post_mortem(spent) from None
-        with run.watch.phase(f"{DRY_RUN}saving"):
+            raise run.recovery.post_mortem(spent) from None
+        with run.observers.watch.phase(f"{DRY_RUN}saving"):
             try_save(run)
         tokens = padded_tokens(run.steps.feed, heaviest.sequences, run.plan.settings)
-        peak = int(run.ranks.max({"peak": run.watch.peak_bytes})["peak"])
+        peak = int(run.ranks.max({"peak": run.observers.watch.peak_bytes})["peak"])
     assert bits_of(run.step.parameters) == before, "A dry run moves no weight."
     predicted = run.plan.prediction.peak.num_bytes
     text = f"dry run of {heaviest.words}, {tokens:,} tokens"
-    if run.watch.is_on:
+    if run.observers.watch.is_on:
         text += f": peak {gib(peak)}, predicted {gib(predicted)}"
-    run.emit(NoteEvent(step=run.position.step, text=text))
+    run.observers.emit(NoteEvent(step=run.position.step, text=text))
     return PreflightResult(peak, tokens)
 
 
@@ -146,7 +147,7 @@ def _undone(run: Run) -> Iterator[None]:
     rates = [
         {name: group[name] for name in ("lr", "weight_decay")} for group in run.step.optimizer.param_groups
     ]
-    peak = run.watch.peak_bytes
+    peak = run.observers.watch.peak_bytes
     is_fresh = not run.step.optimizer.state
     for group in run.step.optimizer.param_groups:
         group["weight_decay"] = 0.0
@@ -159,7 +160,7 @@ def _undone(run: Run) -> Iterator[None]:
             run.step.optimizer.state.clear()
         for group, values in zip(run.step.optimizer.param_groups, rates, strict=True):
             group.update(values)
-        run.watch.peak_bytes = peak
+        run.observers.watch.peak_bytes = peak
         restore_random_state(draws)
 
 
@@ -174,12 +175,17 @@ def _steps(run: Run, heaviest: Heaviest) -> None:
     )
     set_rate(run.step.optimizer, 0.0)
     if not run.step.optimizer.state:
-        with run.watch.phase(f"{DRY_RUN}first step"):
-            whole_gradients(run, work, is_trial=True)
+        with run.observers.watch.phase(f"{DRY_RUN}first step"):
+            _gradients(run, work)
             _step_nowhere(run)
-    with run.watch.phase(f"{DRY_RUN}steady step"):
-        whole_gradients(run, work, is_trial=True)
+    with run.observers.watch.phase(f"{DRY_RUN}steady step"):
+        _gradients(run, work)
         run.step.optimizer.zero_grad(set_to_none=True)
+
+
+def _gradients(run: Run, work: StepWork) -> None:
+    """Gradients of a step that is tried, with the figures of one that is logged, which take memory too."""
+    recovered(run, work, lambda parts: run.step.gradients(work, parts, want_stats=True, is_trial=True))
 
 
 def _step_nowhere(run: Run) -> None:
@@ -200,9 +206,9 @@ def _evaluation(run: Run) -> None:
         # What is held out is written and judged, as rollouts are.
         next_rollout(run.steps)
         return
-    if run.eval_feed is None:
+    if run.evaluation.feed is None:
         return
-    feed = run.eval_feed
+    feed = run.evaluation.feed
     micro_batches = [
         micro_batch
         for order in eval_orders(feed)
@@ -211,9 +217,10 @@ def _evaluation(run: Run) -> None:
     heaviest = max(micro_batches, key=lambda sequences: padded_tokens(feed, sequences, run.plan.settings))
     was_training = run.step.model.training
     run.step.model.eval()
-    with run.watch.phase(f"{DRY_RUN}evaluation"), torch.no_grad():
-        before_step(run, feed, heaviest, [heaviest], is_trial=True)
-        run.recovery.each(feed, [heaviest], lambda sequences: score(run, feed, sequences), ranks=run.ranks)
+    with run.observers.watch.phase(f"{DRY_RUN}evaluation"), torch.no_grad():
+        run.step.preview(heaviest, [heaviest], feed=feed, is_trial=True)
+        score = partial(run.step.score, feed)
+        run.recovery.each(feed, [heaviest], score, ranks=run.ranks)
     run.step.model.train(was_training)
 
 

@@ -15,11 +15,12 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from memtrain.errors import MemtrainError, OutOfMemory
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib
 from memtrain.memory.rules.weights_offload import moved
-from memtrain.trainers.loop.oom.heaviest_batch import padded_tokens
-from memtrain.trainers.protocols.feed import Feed
+from memtrain.trainers.build.step import Failure, Part
+from memtrain.trainers.protocols.feed import Feed, padded_tokens
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.oom_errors import attempt, free
 from memtrain.trainers.runtime.ranks import Ranks
@@ -35,27 +36,6 @@ FIRST_SLICE_TOKENS = 4096
 
 LEAST_TILE_BYTES = MIB
 """Smallest tile of logits that is tried; below, launches take all the time. Taste."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Input of a forward and backward pass: a micro-batch, or a part of one."""
-
-    sequences: Ints
-    micro_batch: int
-    """Number of the micro-batch among this rank's."""
-    number: int
-    """Number of the part within it; 0 for a whole one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Place at which memory ran out."""
-
-    load: int
-    """Tokens of the part, padding included."""
-    is_single: bool
-    """Whether the part was one sequence, which cannot be split."""
 
 
 class Exhausted(Exception):
@@ -81,6 +61,8 @@ class Recovery:
     """Makes the model obey changed settings."""
     emit: Callable[[str], None] = lambda text: None
     """Takes notes."""
+    post_mortem: Callable[[Exhausted], MemtrainError] = lambda spent: OutOfMemory("out of memory")
+    """Explains the end of a run, and the changes that would avoid it."""
     has_dropout: bool = False
     eval_limit: int | None = None
     """Limit like `TrainState.micro_limit`, for passes without gradients."""
@@ -104,40 +86,13 @@ class Recovery:
             parts += [Part(piece, index, number) for number, piece in enumerate(pieces)]
         return parts
 
-    def whole(
-        self,
-        feed: Feed,
-        micro_batches: Sequence[Ints],
-        act: Callable[[list[Part], Cursor], Made],
-        *,
-        finish: Callable[[], None],
-        clear: Callable[[], None],
-        ranks: Ranks,
-    ) -> Made:
-        """Result of `act` for all parts of a step, however often memory runs out on any rank.
+    def smaller(self, feed: Feed, micro_batches: Sequence[Ints], failure: Failure) -> list[Part]:
+        """The micro-batches of a step as it is tried next, after `failure`: split, or with the next strategy.
 
-        `act` moves the cursor to the part it is at. `finish` ends the exchange with the other ranks, whether
-        this one's passes broke off or not. `clear` throws away what a broken attempt left. Called by all
-        ranks together.
-
-        Raises: Exhausted, on every rank.
+        Raises: Exhausted when nothing is left to try.
         """
-        while True:
-            cursor = Cursor()
-            parts = self.divide(feed, micro_batches)
-            made, is_whole = attempt(lambda cursor=cursor, parts=parts: act(parts, cursor), is_on=self.is_on)
-            failure = None
-            if not is_whole:
-                free()
-                failure = self._failure(feed, parts[cursor.at].sequences)
-            finish()
-            agreed = self._agree(failure, ranks)
-            if agreed is None:
-                assert made is not None
-                return made
-            clear()
-            free()
-            self.learn(agreed)
+        self.learn(failure)
+        return self.divide(feed, micro_batches)
 
     def each(
         self, feed: Feed, micro_batches: Sequence[Ints], act: Callable[[Ints], Made], *, ranks: Ranks
@@ -217,21 +172,6 @@ class Recovery:
     def _failure(self, feed: Feed, sequences: Ints) -> Failure:
         return Failure(padded_tokens(feed, sequences, self.settings), is_single=len(sequences) < 2)
 
-    def _agree(self, failure: Failure | None, ranks: Ranks) -> Failure | None:
-        """The worst failure of all ranks: the lightest load that ran out, a single sequence if any was."""
-        if ranks.world == 1 or not self.is_on:
-            return failure
-        worst = ranks.max(
-            {
-                "failed": float(failure is not None),
-                "lightness": -float(failure.load) if failure is not None else float("-inf"),
-                "single": float(failure is not None and failure.is_single),
-            }
-        )
-        if not worst["failed"]:
-            return None
-        return Failure(int(-worst["lightness"]), is_single=worst["single"] > 0)
-
     def _below(self, feed: Feed, sequences: Ints, limit: int | None) -> Iterator[Ints]:
         """The sequences in halves of about equal load, and these again, until each is below the limit."""
         if limit is None or len(sequences) < 2 or padded_tokens(feed, sequences, self.settings) < limit:
@@ -245,13 +185,6 @@ class Recovery:
     def _switch(self, name: str) -> None:
         self.settings = with_strategy(self.settings, name)
         self.treat(self.settings)
-
-
-@dataclass(slots=True)
-class Cursor:
-    """The part that an attempt is at."""
-
-    at: int = 0
 
 
 def next_strategy(settings: Settings) -> str | None:

@@ -1,4 +1,4 @@
-"""The step of a run around a model, put together as the run puts it together (build/training_step.py)."""
+"""The step of a run around a model, put together as the run puts it together (build/step.py)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from memtrain.memory.plan.models_beside import teacher_settings
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.build.engine import begin
-from memtrain.trainers.build.training_step import (
+from memtrain.trainers.build.step import (
     AnyScorer,
     Model,
-    TrainingStep,
+    OptimizerStep,
     assemble,
     make_scorer,
     prepare_model,
@@ -38,7 +38,7 @@ class StepSetup:
     """Parts of a traced step."""
 
     scorer: AnyScorer
-    step: TrainingStep
+    step: OptimizerStep
     recipe: Recipe
     settings: Settings
     micro_batches: Sequence[Any]

@@ -14,7 +14,6 @@ from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.online.rollout.protocol import OnlineMethod
 from memtrain.trainers.online.rollout.scoring_passes import policy_pass, reference_pass
-from memtrain.trainers.protocols.method import StepPreview
 from memtrain.trainers.reference.reference import evaluating
 from memtrain.trainers.tools.trace.dummy_batches import DummyFeed
 from memtrain.trainers.tools.trace.setup import StepSetup
@@ -38,7 +37,7 @@ def one_step(
     before_step(stage)
     enter("forward")
     denominator = float(sum(micro_batch.num_loss_tokens for micro_batch in stage.micro_batches))
-    sums = stage.step.gradients(
+    sums = stage.step.passes(
         stage.micro_batches,
         denominator=max(1.0, denominator),
         num_micro_batches=len(stage.micro_batches),
@@ -48,7 +47,7 @@ def one_step(
     stage.step.engine.finish()
     stepped()
     enter("optimizer")
-    norm = stage.step.update(lr=stage.recipe.optim.lr, num_steps=0)
+    norm = stage.step.update(-1)
     del norm, sums
     enter("end")
 
@@ -57,8 +56,7 @@ def before_step(stage: StepSetup) -> None:
     """Run the method's work before the first micro-batch of a step."""
     feed = DummyFeed(stage.micro_batches[0])
     sequences = [np.array([number]) for number in range(len(stage.micro_batches))]
-    device = torch.device("cpu")
-    stage.step.before_step(StepPreview(feed, np.concatenate(sequences), sequences, device, 1))
+    stage.step.preview(np.concatenate(sequences), sequences, feed=feed)
 
 
 def one_evaluation(stage: StepSetup) -> None:

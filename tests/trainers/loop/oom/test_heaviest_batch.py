@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrain.trainers.loop.oom.heaviest_batch import longest_together, padded_tokens, step_of
+from memtrain.trainers.loop.oom.heaviest_batch import longest_together, step_of
+from memtrain.trainers.protocols.feed import padded_tokens
 
 
 def feed_of(*tokens: int) -> Any:
