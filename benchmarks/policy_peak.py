@@ -149,8 +149,7 @@ def of_memtrain(side: str, job: dict[str, Any]) -> dict[str, float]:
     from memtrain.trainers.losses.policy.registry import Norms
     from memtrain.trainers.memory_meter.live_tensors import TensorPeak
     from memtrain.trainers.online.generation.protocol import Sample
-    from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
-    from memtrain.trainers.online.rollout.rollout_buffer import new_window
+    from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, new_window
 
     folder, completions = Path(job["folder"]), job["completions"]
     count, prompt = len(completions), job["prompt"][: SHORT if side == "short" else PROMPT]

@@ -28,9 +28,9 @@ from result_files import write_result
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from memtrain.trainers.optim.build import clip_gradients
 from memtrain.trainers.optim.compressed_moments import CompressedMoments
 from memtrain.trainers.optim.master_weights import MasterWeights
+from memtrain.trainers.optim.step import clip_gradients
 
 RESULT = Path(__file__).parent / "results" / "precision_learns.json"
 CONFIG: dict[str, Any] = {

@@ -20,7 +20,8 @@ from memtrain.trainers.model.offload import activations as activations_module
 from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.model.offload.copy_engines import LazyEngine, SyncEngine
 from memtrain.trainers.model.offload.offloader import Offloader
-from memtrain.trainers.optim.build import build_optimizer, clip_gradients
+from memtrain.trainers.optim.build import build_optimizer
+from memtrain.trainers.optim.step import clip_gradients
 
 TinyModel = Callable[..., Any]
 SETTINGS = Settings(

@@ -17,7 +17,7 @@ from memtrain.trainers.model.experts.router_replay import OWN, RouterReplay
 from memtrain.trainers.model.offload.checkpointing import checkpoint_layers
 from memtrain.trainers.online.generation.native_sampler import NativeSampler
 from memtrain.trainers.online.generation.protocol import Group, Sampling
-from memtrain.trainers.online.rollout.rollout_buffer import new_window
+from memtrain.trainers.online.rollout.rollout_batches import new_window
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

@@ -11,10 +11,9 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.tokenize.tiny_tokenizer import NUM_TOKENS
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
-from memtrain.trainers.losses.head.linear import linear_nll
+from memtrain.trainers.losses.head.linear import NllOptions, linear_nll
 from memtrain.trainers.losses.head.linear_liger import liger_nll
-from memtrain.trainers.losses.head.linear_nll import NllOptions
-from memtrain.trainers.losses.head.products import sums_half_in_fp32
+from memtrain.trainers.losses.head.tiles import sums_half_in_fp32
 from memtrain.trainers.model.loading.load import load_model
 from memtrain.trainers.runtime.random_states import random_states
 from memtrain.trainers.runtime.seed import random_state, restore_random_state, seed_everything

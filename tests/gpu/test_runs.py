@@ -12,9 +12,9 @@ from torch import nn
 
 from memtrain.__main__ import main
 from memtrain.memory.plan.plan import Plan
-from memtrain.trainers.batches.ahead import BatchesAhead
 from memtrain.trainers.batches.collate import MicroBatch
 from memtrain.trainers.build.components import build
+from memtrain.trainers.build.step import BatchesAhead
 from memtrain.trainers.online.generation.backend import build_sampler, sampling_of
 from memtrain.trainers.online.generation.protocol import Group
 from memtrain.trainers.online.vllm.weight_check import furthest

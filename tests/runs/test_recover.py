@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.trainers.build import step
 from memtrain.trainers.loop.oom import recover
-from memtrain.trainers.optim import atomic_step as optim_whole
+from memtrain.trainers.optim import step as optim_whole
 from memtrain.trainers.runtime import oom_errors as memory_errors
 
 MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 42 bytes. Error code 12"
@@ -259,4 +259,4 @@ def test_an_update_on_completions_that_runs_out_on_one_of_two_ranks_is_made_agai
     # Losses of GRPO's first updates are nothing but rounding: advantages sum to 0.
     broken, undisturbed = (losses(runs.folder / name) for name in ("broken", "undisturbed"))
     assert broken == pytest.approx(undisturbed, rel=2e-5, abs=1e-6)
-    assert any("made again" in note for note in notes(runs.folder / "broken"))
+    assert any("was repeated" in note for note in notes(runs.folder / "broken"))

@@ -71,7 +71,7 @@ def windows_backward(load: Workload) -> int:
     """Copies and gradients of the rows that look past their block of a sliding window, at most all.
 
     Of query, output and its gradient, key and value; gradients of query, key and value.
-    Source: trainers/model/attention/windows.py.
+    Source: trainers/model/attention/two_part.py.
     """
     shape, window = load.shape, load.shape.sliding_window
     if window is None or window >= load.batch.longest or load.settings.attention == "transformers":

@@ -46,7 +46,7 @@ def gradients_in_order(
     makes, `missing` are the maps of a layer that have none yet in its turn (None: all but the MLP's last).
 
     A gradient arrives in its weight's precision; where any are added to each other it is widened to float32
-    first (trainers/optim/wide_sums.py), and kept so.
+    first (trainers/optim/step.py), and kept so.
     """
     settings, shape = load.settings, load.shape
     trains_all = settings.adapter is None

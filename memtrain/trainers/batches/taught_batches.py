@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from memtrain.errors import DataError
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end, nothing, pad_right
-from memtrain.trainers.batches.token_batches import TokenFeed
+from memtrain.trainers.batches.collate import MicroBatch, Piece, TokenFeed, lay_end_to_end, nothing, pad_right
 from memtrain.trainers.data.store.top_k import TopKFile, key_of_piece
 from memtrain.trainers.losses.distill.teachers import TopKTeacher
 

@@ -34,8 +34,8 @@ from memtrain.trainers.data.packing.by_method import held_out_of
 from memtrain.trainers.data.sources.splits import choose_rows, epochs_of
 from memtrain.trainers.data.store.token_store import TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
-from memtrain.trainers.losses.head.products import HALF, sums_half_in_fp32
 from memtrain.trainers.losses.head.request import LogprobRequest
+from memtrain.trainers.losses.head.tiles import HALF, sums_half_in_fp32
 from memtrain.trainers.model.attention import attention_switched
 from memtrain.trainers.model.attention.isolation_check import verify_causal, verify_isolation, verify_slices
 from memtrain.trainers.model.attention.padding_check import verify_padding

@@ -40,9 +40,7 @@ from memtrain.trainers.model.loading.sharded_init import kept_of
 from memtrain.trainers.model.loading.sharded_load import fill_rows, is_empty
 from memtrain.trainers.optim.in_backward import InBackward
 from memtrain.trainers.optim.loss_scaling import LossScaling
-from memtrain.trainers.optim.lr_schedule import lr_at
-from memtrain.trainers.optim.step import DistributedStep
-from memtrain.trainers.optim.wide_sums import summing_wide
+from memtrain.trainers.optim.step import DistributedStep, lr_at, summing_wide
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.allocator import use_expandable_segments

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memtrain.memory.plan.sizes import SMALL_GRADIENT
-from memtrain.trainers.optim.step import DistributedStep
-from memtrain.trainers.optim.wide_sums import set_wide
+from memtrain.trainers.optim.step import DistributedStep, set_wide
 
 
 @dataclass(slots=True)

@@ -35,8 +35,7 @@ from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.heads.value_head import ValueScorer
 from memtrain.trainers.model.quantized.packed import shardable
-from memtrain.trainers.optim.step import DistributedStep
-from memtrain.trainers.optim.wide_sums import HALF, set_wide
+from memtrain.trainers.optim.step import HALF, DistributedStep, set_wide
 from memtrain.trainers.runtime.weight_layout import full_of, local_of, waits_on_host
 
 

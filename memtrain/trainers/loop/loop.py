@@ -17,6 +17,7 @@ from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.evaluation import LOSS, SET_MARK
 from memtrain.trainers.build.step import OptimizerStep, Part, RanOut
 from memtrain.trainers.loop.early_stopping import is_spent, note_evaluation
+from memtrain.trainers.loop.observers import HostTime
 from memtrain.trainers.loop.oom.recover import Exhausted, Recovery
 from memtrain.trainers.loop.saver import Saver
 from memtrain.trainers.memory_meter.phase_watch import WATCHED_AHEAD, WATCHED_STEPS, MemoryWatch, StepWeight
@@ -34,7 +35,6 @@ from memtrain.trainers.protocols.feed import (
 )
 from memtrain.trainers.protocols.method import ReportsEvents, means_of
 from memtrain.trainers.protocols.position import TrainState
-from memtrain.trainers.runtime.host_time import HostTime
 from memtrain.trainers.runtime.ranks import Ranks
 
 Made = TypeVar("Made")
@@ -110,13 +110,7 @@ def _steps_left(run: Run) -> None:
         run.observers.emit(sample(0))
     coming: StepWork | None = None
     while not is_over(run):
-        started = time.perf_counter()
-        work = coming or _work(run, run.position.step)
-        coming = _work_after(run, work)
-        # Only where rows are not there is something written for a step.
-        one_step(run, work, 0.0 if isinstance(run.steps, Steps) else time.perf_counter() - started)
-        run.position.step += 1
-        run.position.eval_loss = None
+        work, coming = next_step(run, coming)
         if run.evaluation.feed is not None and _is_due(run, work, run.plan.recipe.eval.every_steps):
             evaluate(run)
         if (
@@ -142,6 +136,21 @@ def _steps_left(run: Run) -> None:
                 where=run.plan.run_dir,
                 fix="run the same command again to resume from here",
             )
+
+
+def next_step(run: Run, coming: StepWork | None = None) -> tuple[StepWork, StepWork | None]:
+    """Make the step that the run is at; its work, and that of the step after it where it is known.
+
+    `coming`: its work, where it is known.
+    """
+    started = time.perf_counter()
+    work = coming or _work(run, run.position.step)
+    after = _work_after(run, work)
+    # Only where rows are not there is something written for a step.
+    one_step(run, work, 0.0 if isinstance(run.steps, Steps) else time.perf_counter() - started)
+    run.position.step += 1
+    run.position.eval_loss = None
+    return work, after
 
 
 def _emit_events(run: Run) -> None:

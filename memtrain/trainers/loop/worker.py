@@ -44,13 +44,13 @@ from memtrain.trainers.loop.exit_status import record_exit
 from memtrain.trainers.loop.finish import finish
 from memtrain.trainers.loop.held_out_metrics import open_metrics
 from memtrain.trainers.loop.loop import Evaluation, Observers, Run, train
+from memtrain.trainers.loop.observers import host_time_of, step_watch
 from memtrain.trainers.loop.oom.post_mortem import post_mortem, refuse_over_budget
 from memtrain.trainers.loop.oom.preflight import preflight
 from memtrain.trainers.loop.oom.recover import Exhausted, Recovery
 from memtrain.trainers.loop.rank_failures import LAUNCHED, clear_faults, note_fault
 from memtrain.trainers.loop.sampling import open_writer, sampled
 from memtrain.trainers.loop.saver import Saver
-from memtrain.trainers.loop.step_watches import host_time_of, step_watch
 from memtrain.trainers.memory_meter.live_tensors import live_bytes, resident
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.memory_meter.resized_storages import counting_mode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from types import CellType, FrameType, FunctionType, ModuleType
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from memtrain.trainers.memory_meter.growth import words_of_growth
+from memtrain.memory.plan.units import gib
 
 CONTAINERS = (list, dict, set, deque)
 LEAST_ENTRIES = 8
@@ -191,3 +191,9 @@ def _step(holder: Any, held: Any) -> str:
     fields = getattr(holder, "__dict__", None)
     key = next((key for key, value in dict(fields or {}).items() if value is held), "")
     return f".{key}" if key else ""
+
+
+def words_of_growth(by_owner: Mapping[str, tuple[int, str]], at_most: int = 3) -> list[str]:
+    """`owner (words, bytes)` for the owners that grew most."""
+    largest = sorted(by_owner.items(), key=lambda one: -one[1][0])[:at_most]
+    return [f"{owner} ({text}, {gib(num_bytes)})" for owner, (num_bytes, text) in largest]

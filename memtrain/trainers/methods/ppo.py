@@ -27,15 +27,12 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.ppo import Ppo as PpoRecipe
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.answers import sum_per_answer
-from memtrain.trainers.losses.policy.surrogates import clipped_loss, is_clipped
+from memtrain.trainers.losses.policy.registry import clipped_loss, is_clipped
 from memtrain.trainers.losses.policy.value import clipped_value_loss
 from memtrain.trainers.online.rollout.advantages import generalised_advantages, standardised, weighted_rewards
-from memtrain.trainers.online.rollout.policy_method import PolicyMethod
-from memtrain.trainers.online.rollout.policy_metrics import token_sums
 from memtrain.trainers.online.rollout.protocol import ScoredRollout
-from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
-from memtrain.trainers.online.rollout.rollout_buffer import Rollout
-from memtrain.trainers.online.rollout.scoring_passes import valued_scores
+from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro, Rollout
+from memtrain.trainers.online.rollout.scoring_passes import PolicyMethod, token_sums, valued_scores
 from memtrain.trainers.protocols.method import Loss
 from memtrain.trainers.reference.reference import Reference
 

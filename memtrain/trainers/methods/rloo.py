@@ -19,23 +19,20 @@ from torch import Tensor, nn
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.grpo_rloo import Rloo as RlooRecipe
 from memtrain.trainers.batches.prompt_batches import PromptFeed
-from memtrain.trainers.losses.policy.ratios import mean_per_answer
+from memtrain.trainers.losses.policy.registry import is_clipped, mean_per_answer
 from memtrain.trainers.losses.policy.sequence_level import (
     answer_log_ratio,
     penalised_rewards,
     sequence_clipped_loss,
 )
-from memtrain.trainers.losses.policy.surrogates import is_clipped
 from memtrain.trainers.online.rollout.advantages import (
     leave_one_out_advantages,
     weighted_rewards,
     zero_std_groups,
 )
-from memtrain.trainers.online.rollout.policy_method import PolicyMethod
-from memtrain.trainers.online.rollout.policy_metrics import token_sums
 from memtrain.trainers.online.rollout.protocol import ScoredRollout
 from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
-from memtrain.trainers.online.rollout.scoring_passes import answer_scores
+from memtrain.trainers.online.rollout.scoring_passes import PolicyMethod, answer_scores, token_sums
 from memtrain.trainers.protocols.method import Loss
 from memtrain.trainers.reference.reference import Reference
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from memtrain.errors import LaunchError
@@ -68,11 +68,6 @@ def build_optimizer(
     return build(groups, recipe)
 
 
-def takes_float32(optimizer: Optimizer) -> bool:
-    """Whether an optimizer takes float32 gradients of half-precision weights."""
-    return isinstance(optimizer, MasterWeights | ZeroOptimizer)
-
-
 def _built_by(settings: Settings) -> Callable[[list[Group], Optim], Optimizer]:
     build = KINDS[settings.optimizer]
     if settings.compressed_moments:
@@ -103,37 +98,6 @@ def parameter_groups(
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their norm is at most `max_norm`; the norm before, fp32, on the device.
-
-    The norm is summed in fp32 whatever the gradients' dtype, and nothing waits for the device. An infinite
-    `max_norm` scales nothing. A norm that is not finite makes every gradient NaN: look at it before the step.
-
-    Source: Pascanu et al. 2013, arXiv:1211.5063, algorithm 1, over all parameters together.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return torch.zeros(())
-    norms = _norms(gradients)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    if max_norm != float("inf"):
-        devices = {gradient.device.type for gradient in gradients}
-        # A traced host's tensors have no data, and no foreach kernels.
-        is_one = len(devices) == 1 and devices != {"meta"}
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=is_one or None)
-    return norm
-
-
-def _norms(gradients: list[Tensor]) -> list[Tensor]:
-    """The norm of each, in order, on the device of the first, where offloaded weights' norms go too."""
-    devices = {gradient.device for gradient in gradients}
-    if len(devices) == 1:
-        return list(torch._foreach_norm(gradients, 2, torch.float32))
-    own = {device: [one for one in gradients if one.device == device] for device in devices}
-    norms = {device: iter(torch._foreach_norm(those, 2, torch.float32)) for device, those in own.items()}
-    return [next(norms[one.device]).to(gradients[0].device) for one in gradients]
 
 
 def _adamw(groups: list[Group], recipe: Optim) -> Optimizer:

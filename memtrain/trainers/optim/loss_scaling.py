@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.errors import Diverged
-from memtrain.trainers.optim.step import DistributedStep
-from memtrain.trainers.optim.wide_sums import set_wide
+from memtrain.trainers.optim.step import DistributedStep, set_wide
 from memtrain.trainers.protocols.position import TrainState
 
 GROWTH_STEPS = 2_000

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from memtrain.trainers.batches.ahead import BatchesAhead
 from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end
 from memtrain.trainers.batches.tensors import with_tensors
+from memtrain.trainers.build.step import BatchesAhead
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 
 

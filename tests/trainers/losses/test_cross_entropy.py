@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from memtrain.trainers.losses.cross_entropy import dft_loss, sft_request
 from memtrain.trainers.losses.head.request import HeadForm
+from memtrain.trainers.methods.sft import dft_loss, sft_request
 from memtrain.trainers.model.heads.lm_head import Scorer
 
 VOCAB = 128

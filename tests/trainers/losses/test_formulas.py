@@ -25,16 +25,18 @@ from memtrain.recipes.sections.methods.preference import Dpo
 from memtrain.recipes.sections.model import Model
 from memtrain.recipes.sections.rewards import Rewards
 from memtrain.trainers.losses.head.linear import LogprobResult
-from memtrain.trainers.losses.policy.importance_correction import mismatch_facts
-from memtrain.trainers.losses.policy.ratios import entropy_threshold, kl_estimate
-from memtrain.trainers.losses.policy.registry import Norms
-from memtrain.trainers.losses.quantile import quantiles
+from memtrain.trainers.losses.policy.registry import (
+    Norms,
+    entropy_threshold,
+    kl_estimate,
+    mismatch_facts,
+    quantiles,
+)
 from memtrain.trainers.methods import dpo, grpo, online_dpo, ppo, rloo
 from memtrain.trainers.model.heads.value_head import Valued, ValuedRequest
 from memtrain.trainers.online.generation.protocol import Sample
-from memtrain.trainers.online.rollout.advantage_step import AdvantageStep
-from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
-from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window
+from memtrain.trainers.online.rollout.advantages import AdvantageStep
+from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro, Rollout, new_window
 
 VOCAB, LENGTHS = 7, [3, 2, 4, 1]
 N = sum(LENGTHS)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from memtrain.trainers.memory_meter.growth import BLOCK_STEPS, NUM_BLOCKS, GrowthWatch, Place, steady_growth
+from memtrain.trainers.loop.observers import BLOCK_STEPS, NUM_BLOCKS, GrowthWatch, Place, steady_growth
 from memtrain.trainers.memory_meter.object_census import ObjectCensus
 
 MIB, GIB = 2**20, 2**30

@@ -17,7 +17,7 @@ from memtrain.trainers.methods.online_dpo import best_and_worst
 from memtrain.trainers.online.generation.protocol import Sample
 from memtrain.trainers.online.rollout.pair_batches import PairFeed
 from memtrain.trainers.online.rollout.protocol import ScoredRollout
-from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window
+from memtrain.trainers.online.rollout.rollout_batches import Rollout, new_window
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "trl_online_dpo.json").read_text())
 NAN = math.nan

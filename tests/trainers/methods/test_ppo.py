@@ -19,8 +19,7 @@ from memtrain.trainers.model.heads.value_head import Valued
 from memtrain.trainers.online.generation.protocol import Sample
 from memtrain.trainers.online.rollout.advantages import standardised
 from memtrain.trainers.online.rollout.protocol import ScoredRollout
-from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro
-from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window
+from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro, Rollout, new_window
 
 
 def a_window() -> Rollout:

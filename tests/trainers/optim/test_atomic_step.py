@@ -12,9 +12,9 @@ from transformers import optimization
 from memtrain.errors import OutOfMemory
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.optim.adafactor import Adafactor
-from memtrain.trainers.optim.atomic_step import step_whole
 from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.optim.muon import HiddenMuon
+from memtrain.trainers.optim.step import step_whole
 
 KINDS: dict[str, dict[str, Any]] = {
     "adamw": {},

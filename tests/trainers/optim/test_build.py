@@ -13,8 +13,8 @@ from memtrain.errors import LaunchError
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.optim import master_weights as optim_master
-from memtrain.trainers.optim.build import build_optimizer, clip_gradients, parameter_groups
-from memtrain.trainers.optim.step import set_rate
+from memtrain.trainers.optim.build import build_optimizer, parameter_groups
+from memtrain.trainers.optim.step import clip_gradients, set_rate
 
 SETTINGS = Settings(
     device="cpu", num_processes=1, threads=1, dtype="float32", attention="transformers", liger=False,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrain.recipes.sections.optim import Optim
-from memtrain.trainers.optim.lr_schedule import lr_at, warmup_steps
+from memtrain.trainers.optim.step import lr_at, warmup_steps
 
 
 def rates(max_steps: int, **optim: object) -> list[float]:

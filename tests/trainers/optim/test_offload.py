@@ -11,8 +11,8 @@ from memtrain.recipes.sections.optim import Optim
 from memtrain.trainers.model.offload.copy_engines import LazyEngine
 from memtrain.trainers.optim import master_weights
 from memtrain.trainers.optim import offload as optim_offload
-from memtrain.trainers.optim.atomic_step import step_whole
 from memtrain.trainers.optim.build import build_optimizer
+from memtrain.trainers.optim.step import step_whole
 
 KINDS = {
     "adamw": {},

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from memtrain.trainers.build.step import OptimizerStep
 from memtrain.trainers.distributed import ddp as exchange
 from memtrain.trainers.distributed.ddp import GradientAllReduce
-from memtrain.trainers.optim.step import DistributedStep, update
-from memtrain.trainers.optim.wide_sums import narrowed, sum_wide
+from memtrain.trainers.optim.step import DistributedStep, narrowed, sum_wide, update
 from memtrain.trainers.protocols.method import Loss
 
 WIDTH = 48

@@ -18,11 +18,11 @@ import numpy as np
 from memtrain.trainers.loop.oom.heaviest_batch import longest_of
 from memtrain.trainers.online.generation.backend import sampling_of
 from memtrain.trainers.online.generation.protocol import Group, Sample
-from memtrain.trainers.online.rollout.advantage_step import AdvantageStep
+from memtrain.trainers.online.rollout.advantages import AdvantageStep
 from memtrain.trainers.online.rollout.mismatch_guard import SeesMismatch
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.online.rollout.protocol import WeightsTokens
-from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window
+from memtrain.trainers.online.rollout.rollout_batches import Rollout, new_window
 from memtrain.trainers.protocols.feed import Ints
 from memtrain.trainers.run_folder.report.report import DRY_RUN
 

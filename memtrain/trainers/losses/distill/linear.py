@@ -15,19 +15,17 @@ from torch import Tensor
 
 from memtrain.trainers.losses.distill.divergence import LOG_FLOOR, Divergence, NllTerm, divergence_
 from memtrain.trainers.losses.distill.teachers import Teacher, TopKTeacher, WholeTeacher
-from memtrain.trainers.losses.head.gradients import HeadGradients, Needs
-from memtrain.trainers.losses.head.linear import Pairs
-from memtrain.trainers.losses.head.linear_nll import NllInForward
-from memtrain.trainers.losses.head.products import Products
-from memtrain.trainers.losses.head.spans import spans
+from memtrain.trainers.losses.head.linear import HeadGradients, Needs, NllInForward, Pairs
 from memtrain.trainers.losses.head.tiles import (
     LogitRule,
     Operands,
+    Products,
     bend_,
     gather_operands,
     head_outputs_,
     num_tile_tokens,
     products_for,
+    spans,
     without_autocast,
 )
 

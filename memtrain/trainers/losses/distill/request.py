@@ -14,15 +14,15 @@ from memtrain.trainers.losses.distill.full import full_distill
 from memtrain.trainers.losses.distill.linear import DistillResult, DistillTerms, linear_distill
 from memtrain.trainers.losses.distill.teachers import Teacher, TopKTeacher, WholeTeacher
 from memtrain.trainers.losses.head.linear import Pairs
-from memtrain.trainers.losses.head.products import wide_dtype
 from memtrain.trainers.losses.head.request import HeadForm
-from memtrain.trainers.losses.head.spans import spans
 from memtrain.trainers.losses.head.tiles import (
     Operands,
     bend_,
     head_outputs_,
     num_tile_tokens,
     products_for,
+    spans,
+    wide_dtype,
     without_autocast,
 )
 

@@ -10,14 +10,14 @@ from torch.nn import functional as F
 
 from memtrain.trainers.losses.head.linear import (
     LOGPROBS_ALONE,
+    SUM_ALONE,
     LogprobOptions,
     LogprobResult,
+    NllOptions,
     NllResult,
     Pairs,
 )
-from memtrain.trainers.losses.head.linear_nll import SUM_ALONE, NllOptions
-from memtrain.trainers.losses.head.products import wide_dtype
-from memtrain.trainers.losses.head.tiles import PLAIN_LOGITS, LogitRule
+from memtrain.trainers.losses.head.tiles import PLAIN_LOGITS, LogitRule, wide_dtype
 
 TILE_COPIES = 3
 """Log-probs, probabilities and their product, held at once by a tile of statistics."""

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.losses.head.linear import LogprobOptions, NllResult, Pairs, linear_logprob
-from memtrain.trainers.losses.head.linear_nll import SUM_ALONE, NllOptions
+from memtrain.trainers.losses.head.linear import (
+    SUM_ALONE,
+    LogprobOptions,
+    NllOptions,
+    NllResult,
+    Pairs,
+    linear_logprob,
+)
 from memtrain.trainers.losses.head.tiles import PLAIN_LOGITS, LogitRule
 
 MODULE = "liger_kernel.ops.fused_linear_cross_entropy"

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from memtrain.trainers.losses.head.linear import (
+    SUM_ALONE,
     LogprobOptions,
     LogprobResult,
+    NllOptions,
     NllResult,
     Pairs,
     linear_logprob,
@@ -18,7 +20,6 @@ from memtrain.trainers.losses.head.linear import (
 )
 from memtrain.trainers.losses.head.linear_full import full_logprob, full_nll
 from memtrain.trainers.losses.head.linear_liger import liger_nll
-from memtrain.trainers.losses.head.linear_nll import SUM_ALONE, NllOptions
 from memtrain.trainers.losses.head.tiles import TILE_BYTES, LogitRule
 
 

@@ -1,6 +1,6 @@
 """Triton kernels of a tile of logits: scores in a single read, the gradient in a read and a write.
 
-Imported where triton is known to be installed: `fused_tiles.py` says when. The numbers are those of the torch
+Imported where triton is known to be installed: `tiles.py` says when. The numbers are those of the torch
 form in `tiles.py` but for the order of sums. A row of the tile is one token.
 
 Source: Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3 (maximum and sum of a softmax in one pass).

@@ -1,34 +1,298 @@
 """The losses of GRPO and its relatives by name: surrogate, normaliser, KL, entropy, masks and corrections."""
 
+# N values.
+# N scored tokens, answer after answer; A answers.
+# N scored tokens, answer after answer; A answers. logp: of the policy that learns; old: of the policy that
+# the update started from; sampler: as recorded while sampling.
+# N scored tokens; advantage_N is the advantage of each token (of its answer, or its own).
 # N scored tokens of one micro-batch, answer after answer; A answers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from memtrain.trainers.losses.policy.ratios import (
-    KlEstimator,
-    Level,
-    keep_near_policy,
-    kl_estimate,
-    log_ratio,
-    per_token,
-)
-from memtrain.trainers.losses.policy.surrogates import (
-    Clip,
-    GammaShape,
-    cispo_loss,
-    clipped_loss,
-    gamma_weight,
-    is_clipped,
-    sapo_loss,
-    vespo_loss,
-)
+from memtrain.recipes.sections.methods.online_base import MismatchMode
+from memtrain.trainers.losses.answers import sum_per_answer
+
+# Quantiles of any number of values: torch's own refuse more than 16.8 million.
+
+
+def quantiles(value_N: Tensor, shares: Sequence[float]) -> list[float]:
+    """The values below which each of `shares` (0 to 1) of all lie, between two of them by straight line.
+
+    For one value or more, none of them NaN. Ranks are float64, so that they are exact whatever N; sorts
+    nothing, time grows as N.
+    Source: Hyndman and Fan 1996, "Sample quantiles in statistical packages", definition 7 (torch's and
+    numpy's default).
+    """
+    values = value_N.detach().cpu().double().numpy()
+    ranks = [share * (len(values) - 1) for share in shares]
+    places = sorted({place for rank in ranks for place in (math.floor(rank), math.ceil(rank))})
+    parted = np.partition(values, places)
+    return [
+        float(np.interp(rank, (math.floor(rank), math.floor(rank) + 1), _pair(parted, rank)))
+        for rank in ranks
+    ]
+
+
+def _pair(parted: np.ndarray, rank: float) -> tuple[float, float]:
+    return parted[math.floor(rank)], parted[math.ceil(rank)]
+
+
+# Correction of the mismatch between the sampler's log-probs and the trainer's, for the same weights.
+#
+# Another kernel, dtype or engine gives each token a slightly different probability; over a long answer the
+# ratios multiply. Ratios are constants of the update. They are wrong together with top-k, top-p or min-p:
+# then the sampler's probabilities are of another support, and kept mass ^ length multiplies every answer.
+
+
+QUANTILES = (0.01, 0.5, 0.99)
+
+
+class Mismatch(NamedTuple):
+    """Factor of each token's loss, and facts of the raw ratios."""
+
+    weight_N: Tensor
+    """The corrected ratio at each token; that of its answer with the sequence modes."""
+    is_outside_N: Tensor
+    """bool: the raw ratio is outside the bounds, and truncated or masked."""
+
+
+def mismatch(
+    old_logp_N: Tensor,
+    sampler_logp_N: Tensor,
+    lengths_A: Tensor,
+    mode: MismatchMode,
+    *,
+    lowest: float | None,
+    highest: float | None,
+) -> Mismatch:
+    """exp(log p_trainer - log p_sampler), truncated to [lowest, highest], or 0 outside of it.
+
+    By token, or of the whole answer (the product of its tokens). A token without a sampler log-prob (NaN)
+    counts as ratio 1. `none` gives 1 everywhere.
+    Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"
+    (https://fengyao.notion.site/off-policy-rl): truncated importance sampling; masked by token and by
+    sequence: Liu et al. 2025, "When speed kills stability" (https://yingru.notion.site).
+    """
+    difference_N = torch.nan_to_num(old_logp_N - sampler_logp_N, nan=0.0).detach()
+    if mode == "none":
+        return Mismatch(torch.ones_like(difference_N), torch.zeros_like(difference_N, dtype=torch.bool))
+    if mode.startswith("sequence"):
+        sums_A = sum_per_answer(difference_N, lengths_A)
+        difference_N = per_token(sums_A, lengths_A, len(difference_N))
+    raw_N = difference_N.exp()
+    low = lowest if lowest is not None else 0.0
+    high = highest if highest is not None else torch.inf
+    is_outside_N = (raw_N < low) | (raw_N > high)
+    if mode.endswith("truncate"):
+        return Mismatch(raw_N.clamp(low, high), is_outside_N)
+    return Mismatch(raw_N.masked_fill(is_outside_N, 0.0), is_outside_N)
+
+
+def mismatch_facts(old_logp_N: Tensor, sampler_logp_N: Tensor) -> dict[str, float]:
+    """Metrics of the raw difference d = log p_trainer - log p_sampler of a step's tokens.
+
+    Means and quantiles are taken before any bound is applied: a jump of mean |d| says that the sampler's
+    weights are stale.
+    """
+    known = ~(old_logp_N.isnan() | sampler_logp_N.isnan())
+    difference = (old_logp_N - sampler_logp_N)[known].double()
+    if not len(difference):
+        return {}
+    named = {
+        f"mismatch/ratio_p{round(share * 100)}": math.exp(value)
+        for share, value in zip(QUANTILES, quantiles(difference, QUANTILES), strict=True)
+    }
+    return {
+        "mismatch/mean": difference.abs().mean().item(),
+        "mismatch/max": difference.abs().max().item(),
+        **named,
+    }
+
+
+# Parts of policy losses: importance ratios, KL estimates, and the tokens that count.
+
+
+KlEstimator = Literal["k1", "k2", "k3"]
+Level = Literal["token", "sequence"]
+
+
+def per_token(value_A: Tensor, lengths_A: Tensor, num_tokens: int) -> Tensor:
+    """The value of each answer at each of its tokens [N]."""
+    return torch.repeat_interleave(value_A, lengths_A, output_size=num_tokens)
+
+
+def mean_per_answer(value_N: Tensor, lengths_A: Tensor) -> Tensor:
+    """Means over the tokens of each answer [A]; 0 for an answer without tokens."""
+    return sum_per_answer(value_N, lengths_A) / lengths_A.clamp_min(1)
+
+
+def log_ratio(logp_N: Tensor, old_logp_N: Tensor, lengths_A: Tensor, level: Level) -> Tensor:
+    """log(policy / old policy) at each token [N].
+
+    `sequence`: the mean of the answer's tokens at each of them (the log of the geometric mean).
+    Source: Shao et al. 2024 (GRPO), arXiv:2402.03300, eq. 3 (token); Zheng et al. 2025 (GSPO),
+    arXiv:2507.18071, eq. 7 (sequence).
+    """
+    difference_N = logp_N - old_logp_N
+    if level == "token":
+        return difference_N
+    return per_token(mean_per_answer(difference_N, lengths_A), lengths_A, len(logp_N))
+
+
+def kl_estimate(
+    logp_N: Tensor, reference_N: Tensor, kind: KlEstimator, *, ratio_N: Tensor | None = None
+) -> Tensor:
+    """An estimate of KL(policy || reference) at each token [N], from the sampled token alone.
+
+    With d = log p - log p_reference: k1 = d (unbiased, may be negative; alone its mean gradient is 0), k2 =
+    d^2 / 2 (its gradient is unbiased), k3 = exp(-d) + d - 1 (unbiased, never negative; alone its gradient is
+    that of KL(reference || policy)). `ratio_N`, the importance ratio to the policy that wrote the tokens,
+    makes the gradients of k1 and k3 those of KL(policy || reference), and those of k2 wrong.
+
+    Source: Schulman 2020, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html);
+    the ratio: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, section 3.1 (unbiased KL estimate).
+    """
+    difference_N = logp_N - reference_N
+    if kind == "k1":
+        estimate_N = difference_N
+    elif kind == "k2":
+        estimate_N = 0.5 * difference_N.square()
+    else:
+        estimate_N = (-difference_N).exp() + difference_N - 1
+    return estimate_N if ratio_N is None else estimate_N * ratio_N
+
+
+def entropy_threshold(entropy_N: Tensor, share: float) -> Tensor:
+    """The entropy (scalar) that the `share` of tokens with the highest one reach; +inf for no tokens.
+
+    Taken over all tokens of an update, so that micro-batches and ranks do not move it.
+    Source: Wang et al. 2025, arXiv:2506.01939, section 5 (the top 20 % carry the learning).
+    """
+    if not len(entropy_N):
+        return torch.tensor(torch.inf)
+    return torch.tensor(quantiles(entropy_N.float(), [1.0 - share])[0])
+
+
+def keep_near_policy(
+    logp_N: Tensor, old_logp_N: Tensor, lengths_A: Tensor, advantage_A: Tensor, *, limit: float
+) -> Tensor:
+    """bool [A]: answers to train on; disadvantageous answers only while they are near the policy.
+
+    An answer of negative advantage is left out when the mean of log old - log policy over its tokens is above
+    `limit`. A token without an old log-prob (NaN) is no evidence.
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, section 3.1 (off-policy sequence
+    masking).
+    """
+    distance_N = torch.nan_to_num(old_logp_N - logp_N.detach(), nan=0.0)
+    return (advantage_A >= 0) | (mean_per_answer(distance_N, lengths_A) <= limit)
+
+
+# Surrogate losses of one token, minimised instead of the expected reward.
+
+
+LOWEST_LOG_WEIGHT = math.log(1e-8)
+"""Of a sequence's weight in `vespo`, as in its authors' code."""
+
+
+class Clip(NamedTuple):
+    """Bounds of the ratio beyond which its gradient stops."""
+
+    low: float = 0.2
+    """The ratio is clipped below 1 - low."""
+    high: float = 0.2
+    """The ratio is clipped above 1 + high (DAPO's clip-higher: 0.28)."""
+    delta: float | None = None
+    """Upper bound of the unclipped ratio too, which bounds the loss of bad answers."""
+
+
+class GammaShape(NamedTuple):
+    """Exponents of `vespo`'s weight, for answers of positive and of negative advantage."""
+
+    k_pos: float = 2.0
+    lambda_pos: float = 3.0
+    k_neg: float = 3.0
+    lambda_neg: float = 2.0
+
+
+def clipped_loss(ratio_N: Tensor, advantage_N: Tensor, clip: Clip) -> Tensor:
+    """-min(r A, clip(r, 1 - low, 1 + high) A) of each token [N]; with `delta` the first r is at most delta.
+
+    Source: Schulman et al. 2017 (PPO), arXiv:1707.06347, eq. 7; two bounds: Yu et al. 2025 (DAPO),
+    arXiv:2503.14476, eq. 8; delta: Prime Intellect 2025 (INTELLECT-2), arXiv:2505.07291, two-sided clipping.
+    """
+    clipped_N = ratio_N.clamp(1 - clip.low, 1 + clip.high)
+    if clip.delta is not None:
+        ratio_N = ratio_N.clamp(max=clip.delta)
+    return -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+
+
+def is_clipped(ratio_N: Tensor, advantage_N: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    """bool [N] each: tokens whose gradient the lower bound stops, and the upper one."""
+    return (ratio_N < 1 - clip.low) & (advantage_N < 0), (ratio_N > 1 + clip.high) & (advantage_N > 0)
+
+
+def cispo_loss(ratio_N: Tensor, logp_N: Tensor, advantage_N: Tensor, *, highest: float) -> Tensor:
+    """-min(r, highest) A log p of each token [N], the weight a constant: no token's gradient is stopped.
+
+    Source: MiniMax 2025 (CISPO), arXiv:2506.13585, section 3.1, with its upper bound only.
+    """
+    return -ratio_N.detach().clamp(max=highest) * advantage_N * logp_N
+
+
+def sapo_loss(
+    ratio_N: Tensor, advantage_N: Tensor, *, temperature_pos: float, temperature_neg: float
+) -> Tensor:
+    """-(4 / t) sigmoid(t (r - 1)) A of each token [N]: a gate that closes softly, t by the advantage's sign.
+
+    Source: Gao et al. 2025 (SAPO), arXiv:2511.20347, its gate f(r).
+    """
+    temperature_N = torch.where(advantage_N > 0, temperature_pos, temperature_neg)
+    return -(4 / temperature_N) * (temperature_N * (ratio_N - 1)).sigmoid() * advantage_N
+
+
+def vespo_loss(weight_N: Tensor, logp_N: Tensor, advantage_N: Tensor) -> Tensor:
+    """-phi A log p of each token [N], phi = `gamma_weight` of its answer, a constant.
+
+    Source: VESPO, arXiv:2602.10693, with the weight of `gamma_weight`.
+    """
+    return -weight_N.detach() * advantage_N * logp_N
+
+
+def gamma_weight(
+    log_ratio_N: Tensor,
+    lengths_A: Tensor,
+    advantage_A: Tensor,
+    shape: GammaShape,
+    *,
+    mismatch_N: Tensor | None = None,
+) -> Tensor:
+    """w^k exp(lambda (1 - w)) of each answer at its tokens [N]: 1 at w = 1, small where w is far from it.
+
+    w is the ratio of the whole answer, the product over its tokens; `mismatch_N`, the (corrected) ratio of
+    trainer to sampler, is multiplied in. Logs are clamped to +-20 a token and [log 1e-8, 20] an answer.
+    Source: VESPO, arXiv:2602.10693: the gamma kernel, normalised to 1 at w = 1.
+    """
+    with torch.no_grad():
+        log_w_A = sum_per_answer(log_ratio_N.clamp(-20.0, 20.0), lengths_A)
+        if mismatch_N is not None:
+            log_w_A = log_w_A + sum_per_answer(mismatch_N.log().clamp(LOWEST_LOG_WEIGHT, 20.0), lengths_A)
+        log_w_A = log_w_A.clamp(LOWEST_LOG_WEIGHT, 20.0)
+        is_good_A = advantage_A >= 0
+        k_A = torch.where(is_good_A, shape.k_pos, shape.k_neg)
+        lambda_A = torch.where(is_good_A, shape.lambda_pos, shape.lambda_neg).clamp_min(1e-4)
+        log_phi_A = lambda_A + k_A * log_w_A - lambda_A * log_w_A.exp()
+        phi_A = log_phi_A.exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        return per_token(phi_A, lengths_A, len(log_ratio_N))
+
 
 Per = Literal["answer", "step_tokens", "rollout_tokens", "longest", "sum"]
 

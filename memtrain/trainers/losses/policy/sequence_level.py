@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from memtrain.trainers.losses.answers import sum_per_answer
-from memtrain.trainers.losses.policy.surrogates import Clip, clipped_loss
+from memtrain.trainers.losses.policy.registry import Clip, clipped_loss
 
 
 def answer_log_ratio(logp_N: Tensor, old_logp_N: Tensor, lengths_A: Tensor) -> Tensor:

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import CAPPED, MERGED, AttentionBackend
 from memtrain.trainers.model.attention.by_heads import attend_by_heads
-from memtrain.trainers.model.attention.own_positions import is_tempered, tempered
 from memtrain.trainers.model.attention.row_layout import Layout
-from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule, rule_of
 from memtrain.trainers.model.attention.sliced import attend_sliced
+from memtrain.trainers.model.attention.two_part import PLAIN, ScoreRule, rule_of
 from memtrain.trainers.model.context_parallel.row_slices import RowPart, SlicedLayout
 from memtrain.trainers.model.streamed.attention import attend_streamed
 from memtrain.trainers.model.streamed.layer_keys import SliceLayout
@@ -194,6 +193,27 @@ def _attention_function(backend: AttentionBackend) -> Callable[..., tuple[Tensor
         return out_THD[None, ..., :D_value], None
 
     return attention
+
+
+def is_tempered(module: nn.Module) -> bool:
+    """Whether an attention scales its queries by their place (Llama 4's layers without positions)."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
+def tempered(module: nn.Module, query: Tensor, position_T: Tensor) -> Tensor:
+    """`query` [1, H, T, D] scaled by the places `position_T` in their own rows.
+
+    As it comes, Llama 4 has scaled it by 0, 1, 2, ... over the whole flattened row. Up to `floor_scale`
+    tokens both are 1, and not a bit changes.
+    """
+    counted_T = torch.arange(len(position_T), device=position_T.device)
+    ratio_T = _temperature(module, position_T) / _temperature(module, counted_T)
+    return (query * ratio_T[:, None]).to(query.dtype)
+
+
+def _temperature(module: Any, position_T: Tensor) -> Tensor:
+    """Source: Nakanishi 2025, arXiv:2501.19399, in the form of Llama 4 (modeling_llama4.py)."""
+    return torch.log1p(torch.floor((position_T.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
 
 
 def _check(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.model.attention.row_layout import Layout, Part
-from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule
+from memtrain.trainers.model.attention.two_part import PLAIN, ScoreRule
 
 # The mask is the same for all layers of one forward with one window, and dies with its layout.
 _masks: WeakKeyDictionary[Layout, dict[int | None, Tensor]] = WeakKeyDictionary()

@@ -86,27 +86,6 @@ def row_lengths(position_BT: Tensor) -> Tensor:
     return position_BT.gather(1, end_BT) + 1
 
 
-def is_tempered(module: nn.Module) -> bool:
-    """Whether an attention scales its queries by their place (Llama 4's layers without positions)."""
-    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
-
-
-def tempered(module: nn.Module, query: Tensor, position_T: Tensor) -> Tensor:
-    """`query` [1, H, T, D] scaled by the places `position_T` in their own rows.
-
-    As it comes, Llama 4 has scaled it by 0, 1, 2, ... over the whole flattened row. Up to `floor_scale`
-    tokens both are 1, and not a bit changes.
-    """
-    counted_T = torch.arange(len(position_T), device=position_T.device)
-    ratio_T = _temperature(module, position_T) / _temperature(module, counted_T)
-    return (query * ratio_T[:, None]).to(query.dtype)
-
-
-def _temperature(module: Any, position_T: Tensor) -> Tensor:
-    """Source: Nakanishi 2025, arXiv:2501.19399, in the form of Llama 4 (modeling_llama4.py)."""
-    return torch.log1p(torch.floor((position_T.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
-
-
 def _kind_of(module: nn.Module, layer_type: str | None) -> str:
     kinds: Any = module.rope_type
     return str(kinds if layer_type is None or not isinstance(kinds, dict) else kinds[layer_type])  # pyright: ignore

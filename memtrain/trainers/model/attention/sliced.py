@@ -21,9 +21,16 @@ import torch
 from torch import Tensor
 
 from memtrain.memory.rules.attention import AttentionBackend
-from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule, merge_sinks, sinks_gradient
-from memtrain.trainers.model.attention.two_part import Kernel, capped, merge_rows
-from memtrain.trainers.model.attention.windows import Reach
+from memtrain.trainers.model.attention.two_part import (
+    PLAIN,
+    Kernel,
+    Reach,
+    ScoreRule,
+    capped,
+    merge_rows,
+    merge_sinks,
+    sinks_gradient,
+)
 from memtrain.trainers.model.context_parallel.row_slices import SlicedLayout
 from memtrain.trainers.model.context_parallel.windowed_rows import under_window
 

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.model.attention.row_layout import Layout
-from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule
-from memtrain.trainers.model.attention.segment_calls import rows_of
-from memtrain.trainers.model.attention.segment_loop import SegmentLoop
-from memtrain.trainers.model.attention.two_part import attend_in_parts
+from memtrain.trainers.model.attention.segment_loop import SegmentLoop, rows_of
+from memtrain.trainers.model.attention.two_part import PLAIN, ScoreRule, attend_in_parts
 
 aten = torch.ops.aten
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.model.attention.row_layout import Layout, Part, part_of
-from memtrain.trainers.model.attention.windows import Reach
+from memtrain.trainers.model.attention.two_part import Reach
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 
 CHUNKS_A_RANK = 2

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from memtrain.trainers.model.attention.row_layout import Layout
-from memtrain.trainers.model.attention.windows import (
+from memtrain.trainers.model.attention.two_part import (
     Edges,
     Reach,
     Windowed,

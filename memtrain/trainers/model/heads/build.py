@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.losses.head.fused_tiles import check_kernels
+from memtrain.trainers.losses.head.tiles import check_kernels
 from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.offload.weights import compute_device

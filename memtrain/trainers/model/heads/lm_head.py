@@ -25,10 +25,26 @@ from memtrain.trainers.model.attention.run_device import run_device
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.heads.backbone import backbone_of, base_model, head_of
 from memtrain.trainers.model.heads.context_parallel_scoring import over_slices
-from memtrain.trainers.model.heads.padded_rows import end_to_end
 
 if TYPE_CHECKING:
     from memtrain.trainers.model.experts.router_replay import RouterReplay
+
+
+# Padded rows under attention that takes one flattened row: laid end to end, padding and all.
+
+
+def end_to_end(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """A backbone's inputs [B, T] as one row [1, B * T] of B segments, where its attention needs a layout.
+
+    As they are where there is a layout, or where the model attends by itself. Padding stands on the right,
+    behind every token that is scored, so that a row needs no other mask.
+    """
+    if inputs.get("layout") is not None or model.config._attn_implementation not in NAMES.values():  # pyright: ignore
+        return inputs
+    B, T = inputs["input_ids"].shape
+    flat = {name: inputs[name].reshape(1, -1) for name in ("input_ids", "position_ids")}
+    return inputs | flat | {"layout": packed_layout([T] * B, inputs["input_ids"].device)}
+
 
 Inside = Callable[[Pairs, Tensor | None], Any]
 """Function inside a head's module call, on its summed products and its bias."""

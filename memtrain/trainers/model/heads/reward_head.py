@@ -15,7 +15,7 @@ from memtrain.errors import LaunchError
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.heads.backbone import backbone_of, base_model
 from memtrain.trainers.model.heads.context_parallel_scoring import over_slices
-from memtrain.trainers.model.heads.padded_rows import end_to_end
+from memtrain.trainers.model.heads.lm_head import end_to_end
 
 
 class Rewards(NamedTuple):

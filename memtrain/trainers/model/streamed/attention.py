@@ -22,11 +22,18 @@ from torch import Tensor
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention.masked import MaskedScores
 from memtrain.trainers.model.attention.row_layout import Part
-from memtrain.trainers.model.attention.score_rule import PLAIN, ScoreRule, merge_sinks, sinks_gradient
 from memtrain.trainers.model.attention.sliced import HOLDS_SCORES, KERNELS
 from memtrain.trainers.model.attention.torch_cpu import TorchCpu
-from memtrain.trainers.model.attention.two_part import Kernel, capped, merge_rows
-from memtrain.trainers.model.attention.windows import Reach
+from memtrain.trainers.model.attention.two_part import (
+    PLAIN,
+    Kernel,
+    Reach,
+    ScoreRule,
+    capped,
+    merge_rows,
+    merge_sinks,
+    sinks_gradient,
+)
 from memtrain.trainers.model.streamed.layer_keys import KeysKnown, LayerKeys, SliceLayout
 from memtrain.trainers.model.streamed.wide_products import HALF
 

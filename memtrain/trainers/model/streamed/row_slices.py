@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.model.attention.row_layout import Layout, Part, part_of
-from memtrain.trainers.model.attention.windows import Reach, windowed
+from memtrain.trainers.model.attention.two_part import Reach, windowed
 from memtrain.trainers.model.context_parallel.row_slices import Look, SlicedLayout, looks_of, pieces_of
 from memtrain.trainers.model.context_parallel.windowed_rows import seen_by
 

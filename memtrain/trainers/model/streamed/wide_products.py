@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from memtrain.memory.plan.sizes import WIDENED_TOKENS
-from memtrain.trainers.losses.head.products import sums_half_in_fp32
+from memtrain.trainers.losses.head.tiles import sums_half_in_fp32
 
 HALF = (torch.bfloat16, torch.float16)
 

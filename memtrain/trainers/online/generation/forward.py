@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import NAMES
-from memtrain.trainers.model.attention.functions import UNSUPPORTED
-from memtrain.trainers.model.attention.own_positions import is_tempered, tempered
+from memtrain.trainers.model.attention.functions import UNSUPPORTED, is_tempered, tempered
 from memtrain.trainers.model.attention.row_layout import Layout, packed_layout
 from memtrain.trainers.model.offload.weights import compute_device
 from memtrain.trainers.model.streamed.layer_keys import SliceLayout

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from memtrain.errors import MemtrainError
-from memtrain.trainers.online.rollout.policy_metrics import MismatchSeen
+from memtrain.trainers.online.rollout.scoring_passes import MismatchSeen
 from memtrain.trainers.runtime.ranks import Ranks
 
 JUMP = 5.0

@@ -38,14 +38,12 @@ from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.protocol import Group, OnDone, Sample, Sampling
 from memtrain.trainers.online.generation.turns import TurnWriter, open_turns
 from memtrain.trainers.online.rewards.functions import ENVIRONMENT, check_columns
-from memtrain.trainers.online.rollout.advantage_step import AdvantageStep, rollout_facts
-from memtrain.trainers.online.rollout.advantages import weighted_rewards
+from memtrain.trainers.online.rollout.advantages import AdvantageStep, rollout_facts, weighted_rewards
 from memtrain.trainers.online.rollout.dynamic_sampling import Judged, with_signal
 from memtrain.trainers.online.rollout.mismatch_guard import ROUNDING, MismatchAlarm
 from memtrain.trainers.online.rollout.protocol import OnlineMethod, WeightsTokens
 from memtrain.trainers.online.rollout.reward_scoring import RewardScoring, build_reward_scoring
-from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
-from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window, window_of
+from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, Rollout, new_window, window_of
 from memtrain.trainers.online.rollout.scoring_passes import Passes
 from memtrain.trainers.protocols.events import REWARD, EvalEvent, Event, NoteEvent
 from memtrain.trainers.protocols.feed import Steps, StepWork

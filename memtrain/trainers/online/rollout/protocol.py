@@ -11,8 +11,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from memtrain.recipes.sections.methods.online_base import FromOwnCompletions
-from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
-from memtrain.trainers.online.rollout.rollout_buffer import Rollout
+from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, Rollout
 from memtrain.trainers.reference.reference import Reference
 
 

@@ -22,12 +22,11 @@ from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.online.generation.completions_log import COMPLETIONS_FILE, as_text, show
 from memtrain.trainers.online.generation.protocol import Sample
-from memtrain.trainers.online.rewards.early import Early
 from memtrain.trainers.online.rewards.functions import ENVIRONMENT, Function, load_functions
 from memtrain.trainers.online.rewards.models import RewardJudge, load_reward_model
 from memtrain.trainers.online.rewards.reading import prompt_of_row
-from memtrain.trainers.online.rewards.score import Answer, score
-from memtrain.trainers.online.rollout.rollout_buffer import Rollout
+from memtrain.trainers.online.rewards.score import Answer, Early, score
+from memtrain.trainers.online.rollout.rollout_batches import Rollout
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.weight_layout import local_of
 

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -14,14 +15,22 @@ from torch import Tensor, nn
 
 from memtrain.memory.plan.engine_kinds import is_sharded
 from memtrain.memory.plan.settings import Settings
-from memtrain.recipes.sections.methods.online_base import Needs
+from memtrain.recipes.sections.methods.grpo_rloo import Grpo, Rloo
+from memtrain.recipes.sections.methods.online_base import MismatchMode, Needs, WithMismatch
+from memtrain.recipes.sections.methods.ppo import Ppo
 from memtrain.trainers.losses.head.linear import LogprobResult
 from memtrain.trainers.losses.head.request import LogprobRequest
-from memtrain.trainers.losses.policy.ratios import entropy_threshold
+from memtrain.trainers.losses.policy.registry import (
+    Clip,
+    Mismatch,
+    entropy_threshold,
+    mismatch,
+    mismatch_facts,
+)
 from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.value_head import Valued, ValuedRequest
-from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro
-from memtrain.trainers.online.rollout.rollout_buffer import Rollout
+from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, PolicyMicro, Rollout
+from memtrain.trainers.protocols.method import StepPreview
 from memtrain.trainers.reference.reference import Reference, evaluating
 from memtrain.trainers.runtime.ranks import Ranks
 
@@ -179,3 +188,108 @@ def kept_tokens(window: Rollout, entropy_N: NDArray[np.float32], share: float) -
 
 def _numbers(tensor: Tensor) -> NDArray[np.float32]:
     return tensor.detach().float().cpu().numpy()
+
+
+# Metrics of policy methods: means over tokens, and the sampler's log-probs beside the trainer's.
+
+
+@dataclass(slots=True)
+class MismatchSeen:
+    """Log-probs of trainer and sampler in one step of this rank."""
+
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget them."""
+        self.pairs.clear()
+
+    def facts(self) -> dict[str, float]:
+        """Mean, largest and quantiles of the raw difference; waits for the device."""
+        if not self.pairs:
+            return {}
+        old, sampler = (torch.cat(parts).cpu() for parts in zip(*self.pairs, strict=True))
+        return mismatch_facts(old, sampler)
+
+    def difference(self) -> tuple[float, int]:
+        """(sum of |log p trainer - log p sampler|, tokens that have both), and forget them."""
+        if not self.pairs:
+            return 0.0, 0
+        old, sampler = (torch.cat(parts) for parts in zip(*self.pairs, strict=True))
+        known = (old - sampler).abs().double()
+        known = known[~known.isnan()]
+        self.clear()
+        return known.sum().item(), len(known)
+
+
+def corrected(
+    section: WithMismatch, mode: MismatchMode, old_N: Tensor, micro_batch: PolicyMicro, seen: MismatchSeen
+) -> Mismatch:
+    """The weights of the micro-batch's tokens; its log-probs are kept until the next step begins."""
+    seen.pairs.append((old_N.detach(), micro_batch.sampler_N))
+    return mismatch(
+        old_N,
+        micro_batch.sampler_N,
+        micro_batch.answers.lengths_A,
+        mode,
+        lowest=section.importance_correction_min,
+        highest=section.importance_correction_max,
+    )
+
+
+def token_sums(logp_N: Tensor, outside: Mismatch, mode: MismatchMode) -> dict[str, Tensor]:
+    """The number of tokens, and of tokens whose ratio to the sampler is out of bounds."""
+    sums = {"tokens": torch.tensor(float(len(logp_N)), device=logp_N.device)}
+    if mode != "none":
+        sums["mismatch/outside"] = outside.is_outside_N.float().sum()
+    return sums
+
+
+def means_of_tokens(sums: Mapping[str, float]) -> dict[str, float]:
+    """Sums over tokens divided by their number; nothing where no token was forwarded."""
+    tokens = sums.get("tokens", 0.0)
+    if not tokens:
+        return {}
+    return {name: value / tokens for name, value in sums.items() if name != "tokens"}
+
+
+# The common part of methods that train a policy on its own completions: fields, ratio bounds, means.
+
+
+Section = TypeVar("Section", Grpo, Rloo, Ppo)
+
+
+@dataclass(slots=True)
+class PolicyMethod(Generic[Section]):
+    """A method whose loss weighs the tokens of completions by advantages."""
+
+    section: Section
+    reference: Reference | None
+    temperature: float = 1.0
+    mismatch: MismatchMode = "none"
+    """Correction for the sampler's log-probs."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Facts of the rollout, where it is new."""
+    seen: MismatchSeen = field(default_factory=MismatchSeen)
+    answer_feed: type[PolicyFeed] = PolicyFeed
+
+    @property
+    def clip(self) -> Clip:
+        """The bounds of the ratio."""
+        high = self.section.clip_high
+        return Clip(self.section.clip_low, high if high is not None else self.section.clip_low)
+
+    def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
+        """Forget the mismatch of the step before."""
+        self.seen.clear()
+
+    def old_and_mismatch(self, logp_N: Tensor, micro_batch: PolicyMicro) -> tuple[Tensor, Mismatch]:
+        """Log-probs [N] of the policy that is corrected from, and the weights of tokens of another sampler.
+
+        Where no pass was made before the step, the policy is that of the step itself.
+        """
+        old_N = micro_batch.old_N if micro_batch.old_N is not None else logp_N.detach()
+        return old_N, corrected(self.section, self.mismatch, old_N, micro_batch, self.seen)
+
+    def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
+        """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""
+        return means_of_tokens(sums) | self.seen.facts() | self.metrics

@@ -18,10 +18,9 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.batches.answer_batch import Answer, AnswerBatch, Group, collate_answers
 from memtrain.trainers.batches.answer_batches import AnswerFeed
-from memtrain.trainers.batches.collate import MicroBatch, Piece, lay_end_to_end, pad_right
+from memtrain.trainers.batches.collate import MicroBatch, Piece, TokenFeed, lay_end_to_end, pad_right
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.batches.taught_batches import TaughtBatch, TaughtFeed, taught
-from memtrain.trainers.batches.token_batches import TokenFeed
 from memtrain.trainers.losses.distill.teachers import TopKTeacher
 from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.online.rollout.rollout_batches import PolicyMicro

@@ -12,9 +12,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from memtrain.memory.hardware.flash_kernels import Call, flash_bytes, hopper_bytes
-from memtrain.trainers.losses.head.fused_tiles import is_fused
-from memtrain.trainers.losses.head.spans import logit_spans
-from memtrain.trainers.losses.head.tiles import LogitRule, ScoreOptions, TileScores, empty_scores
+from memtrain.trainers.losses.head.tiles import (
+    LogitRule,
+    ScoreOptions,
+    TileScores,
+    empty_scores,
+    is_fused,
+    logit_spans,
+)
 from memtrain.trainers.tools.trace.fake_host import HOST
 from memtrain.trainers.tools.trace.row_slices import standing_slices
 
@@ -197,7 +202,7 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
     """
     from transformers import masking_utils
 
-    from memtrain.trainers.losses.head import gradients, linear_nll, linear_recompute, products, tiles
+    from memtrain.trainers.losses.head import linear, tiles
     from memtrain.trainers.model.experts import grouped
     from memtrain.trainers.model.kernels import rms_norm
     from memtrain.trainers.model.quantized import nf4
@@ -209,18 +214,14 @@ def with_operator_rules(device_kind: str, *, skips_tiles: bool = True) -> Iterat
         _replaced(grouped, "ends_on_host", _even_ends),
     ]
     if skips_tiles:
-        tiled = (gradients, linear_nll, linear_recompute, products)
-        undo += [_replaced(module, "spans", logit_spans) for module in tiled]
+        undo += [_replaced(module, "spans", logit_spans) for module in (linear, tiles)]
         undo.append(_replaced(apply, "slices_of", standing_slices))
     if device_kind == "cuda":
         undo.append(_replaced(tiles, "sums_half_in_fp32", lambda device, dtype: True))
-        undo.append(_replaced(products, "_multiply_", _kernel_without_temporaries))
-        for module in (gradients, linear_nll, linear_recompute):
-            undo.append(_replaced(module, "is_fused", _is_fused_on_cuda))
-        for module in (gradients, linear_nll):
-            undo.append(_replaced(module, "fused_gradient_", _gradient_in_place))
-        for module in (linear_nll, linear_recompute):
-            undo.append(_replaced(module, "fused_scores", _scores_without_temporaries))
+        undo.append(_replaced(tiles, "_multiply_", _kernel_without_temporaries))
+        undo.append(_replaced(linear, "is_fused", _is_fused_on_cuda))
+        undo.append(_replaced(linear, "fused_gradient_", _gradient_in_place))
+        undo.append(_replaced(linear, "fused_scores", _scores_without_temporaries))
         undo.append(_replaced(optim_offload, "HOST", HOST))
         undo.append(_replaced(rms_norm, "normalized", _one_norm_kernel))
         undo.append(_replaced(rms_norm, "norm_gradients", _norm_kernels))

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from memtrain.memory.strategies.base import Evidence
 from memtrain.memory.strategies.registry import used_in
 from memtrain.trainers.batches.answer_batches import AnswerFeed
-from memtrain.trainers.batches.token_batches import TokenFeed
+from memtrain.trainers.batches.collate import TokenFeed
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.offload.offloader import Offloader

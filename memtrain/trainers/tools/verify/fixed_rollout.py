@@ -27,11 +27,11 @@ from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.online.generation.completions_log import COMPLETIONS_FILE
 from memtrain.trainers.online.generation.distributed_sampler import Generating
 from memtrain.trainers.online.generation.protocol import Group, OnDone, Sample, Sampling
-from memtrain.trainers.online.rewards.early import Early
 from memtrain.trainers.online.rewards.functions import load_functions
+from memtrain.trainers.online.rewards.score import Early
 from memtrain.trainers.online.rollout.online_loop import OnlineSteps
 from memtrain.trainers.online.rollout.reward_scoring import RewardScoring
-from memtrain.trainers.online.rollout.rollout_buffer import Rollout
+from memtrain.trainers.online.rollout.rollout_batches import Rollout
 from memtrain.trainers.protocols.feed import StepSource
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.reference.reference import evaluating

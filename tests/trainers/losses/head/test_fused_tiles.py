@@ -13,17 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memtrain.trainers.losses.head import (
-    fused_tiles,
-    gradients,
-    linear_nll,
-    linear_recompute,
-    products,
-    tiles,
-)
-from memtrain.trainers.losses.head.linear import LogprobOptions, linear_logprob
+from memtrain.trainers.losses.head import linear, tiles
+from memtrain.trainers.losses.head.linear import LogprobOptions, NllOptions, linear_logprob
 from memtrain.trainers.losses.head.linear import linear_nll as nll
-from memtrain.trainers.losses.head.linear_nll import NllOptions
 from memtrain.trainers.losses.head.tiles import LogitRule
 
 pytestmark = pytest.mark.skipif(
@@ -40,7 +32,7 @@ def in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from memtrain.trainers.losses.head import triton_tiles
 
     monkeypatch.setattr(triton_tiles, "BLOCK", 32)
-    for module in (linear_nll, linear_recompute, gradients):
+    for module in (linear,):
         monkeypatch.setattr(module, "is_fused", lambda rule, wide, device: rule.kernel == "triton")
 
 
@@ -94,10 +86,10 @@ def test_the_gradient_of_some_columns_is_those_columns_of_the_whole():
     targets = torch.tensor([0, 41, 69])
     rule = LogitRule(kernel="triton")
     log_z = tile.logsumexp(-1)
-    factors = fused_tiles.Coefficients(torch.rand(3), -torch.rand(3), None, None)
+    factors = tiles.Coefficients(torch.rand(3), -torch.rand(3), None, None)
     given = (targets, log_z, None, factors, rule)
-    whole = fused_tiles.fused_gradient_(tile.clone(), *given)
-    part = fused_tiles.fused_gradient_(tile.clone()[:, 40:], *given, 40)
+    whole = tiles.fused_gradient_(tile.clone(), *given)
+    part = tiles.fused_gradient_(tile.clone()[:, 40:], *given, 40)
     assert torch.equal(part, whole[:, 40:])
 
 
@@ -108,10 +100,10 @@ def test_a_rounded_gradient_lies_where_the_head_outputs_were(first: int):
     scratch = torch.randn(3, COLUMNS + 8, generator=generator)
     before, tile = scratch.clone(), scratch[:, :COLUMNS]
     targets, log_z = torch.tensor([0, 41, 69]), tile.logsumexp(-1)
-    factors = fused_tiles.Coefficients(torch.rand(3), -torch.rand(3), torch.rand(3), torch.rand(3))
+    factors = tiles.Coefficients(torch.rand(3), -torch.rand(3), torch.rand(3), torch.rand(3))
     given = (targets, log_z, torch.rand(3), factors, LogitRule(0.5, kernel="triton"), first)
-    whole = fused_tiles.fused_gradient_(tile.clone(), *given)
-    rounded = fused_tiles.fused_gradient_(tile, *given, narrow=torch.float16)
+    whole = tiles.fused_gradient_(tile.clone(), *given)
+    rounded = tiles.fused_gradient_(tile, *given, narrow=torch.float16)
     assert rounded.data_ptr() == scratch.data_ptr()
     assert torch.equal(rounded, whole.half())
     assert torch.equal(scratch[:, COLUMNS // 2 :], before[:, COLUMNS // 2 :])
@@ -126,15 +118,15 @@ def test_a_head_of_halves_has_the_numbers_of_a_copied_tile(
 ):
     """Where products of halves are summed wide; in tiles of tokens, or of columns under a small budget."""
     monkeypatch.setattr(tiles, "sums_half_in_fp32", lambda device, dtype: True)
-    monkeypatch.setattr(products, "_multiply_", multiply_as_cuda_)
+    monkeypatch.setattr(tiles, "_multiply_", multiply_as_cuda_)
     narrow = gradients_of_halves(form, dtype, tile_bytes)
-    real, seen = fused_tiles.fused_gradient_, set[torch.dtype | None]()
+    real, seen = tiles.fused_gradient_, set[torch.dtype | None]()
 
     def whole(*given: Any, narrow: torch.dtype | None = None) -> Tensor:
         seen.add(narrow)
         return real(*given[:7], narrow=None)
 
-    for module in (linear_nll, gradients):
+    for module in (linear,):
         monkeypatch.setattr(module, "fused_gradient_", whole)
     copied = gradients_of_halves(form, dtype, tile_bytes)
     assert seen == {dtype}
@@ -167,10 +159,8 @@ def gradients_of_halves(form: str, dtype: torch.dtype, tile_bytes: int) -> list[
 
 
 def test_a_kernel_that_is_wrong_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch):
-    fused_tiles.check_kernels(torch.device("cpu"))
-    real = fused_tiles.fused_gradient_
-    monkeypatch.setattr(
-        fused_tiles, "fused_gradient_", lambda *given, **named: real(*given, **named).mul_(1.001)
-    )
-    with pytest.raises(fused_tiles.LaunchError, match="off by"):
-        fused_tiles.check_kernels(torch.device("cpu"))
+    tiles.check_kernels(torch.device("cpu"))
+    real = tiles.fused_gradient_
+    monkeypatch.setattr(tiles, "fused_gradient_", lambda *given, **named: real(*given, **named).mul_(1.001))
+    with pytest.raises(tiles.LaunchError, match="off by"):
+        tiles.check_kernels(torch.device("cpu"))

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memtrain.trainers.losses.head import linear, linear_nll, products, tiles
-from memtrain.trainers.losses.head.linear import LogprobOptions, LogprobResult
+from memtrain.trainers.losses.head import linear, tiles
+from memtrain.trainers.losses.head.linear import LogprobOptions, LogprobResult, NllOptions
 from memtrain.trainers.losses.head.linear_full import full_logits, full_logprob, full_nll
-from memtrain.trainers.losses.head.linear_nll import NllOptions
 from memtrain.trainers.losses.head.tiles import LogitRule
 from memtrain.trainers.memory_meter.live_tensors import TensorPeak
 
@@ -285,7 +284,7 @@ def test_half_kernels_round_gradients_once_more_and_no_logit(mode, tile_bytes, m
         product = left.float() @ right.float()
         out.add_(product) if add else out.copy_(product)
 
-    monkeypatch.setattr(products, "_multiply_", multiply)
+    monkeypatch.setattr(tiles, "_multiply_", multiply)
     monkeypatch.setattr(tiles, "sums_half_in_fp32", lambda device, dtype: True)
     head = make_head(torch.bfloat16)
     reference, rule = in_fp64(head), LogitRule(tile_bytes=tile_bytes)
@@ -400,13 +399,13 @@ def test_logits_are_never_held_whole(form, dtype, frozen):
 
 def test_frozen_weight_and_no_grad_make_no_gradient_buffers(monkeypatch):
     made = []
-    plain = linear_nll.HeadGradients.__init__
+    plain = linear.HeadGradients.__init__
 
     def spy(self, operands, needs, products):
         plain(self, operands, needs, products)
         made.append(self)
 
-    monkeypatch.setattr(linear_nll.HeadGradients, "__init__", spy)
+    monkeypatch.setattr(linear.HeadGradients, "__init__", spy)
     head = make_head()
     head.weight.requires_grad_(False)
     head.bias.requires_grad_(False)

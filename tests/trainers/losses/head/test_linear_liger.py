@@ -9,9 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.losses.head.linear import linear_nll
+from memtrain.trainers.losses.head.linear import NllOptions, linear_nll
 from memtrain.trainers.losses.head.linear_liger import MODULE, liger_nll
-from memtrain.trainers.losses.head.linear_nll import NllOptions
 from memtrain.trainers.losses.head.tiles import LogitRule
 
 

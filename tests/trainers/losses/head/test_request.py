@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from memtrain.trainers.losses.head.linear_nll import NllOptions
+from memtrain.trainers.losses.head.linear import NllOptions
 from memtrain.trainers.losses.head.request import LogprobRequest, NllRequest
 from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.heads.lm_head import Scorer

@@ -7,18 +7,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrain.trainers.losses.policy.importance_correction import mismatch, mismatch_facts
-from memtrain.trainers.losses.policy.ratios import entropy_threshold, keep_near_policy, kl_estimate, log_ratio
 from memtrain.trainers.losses.policy.registry import (
     CLIPPED,
     NORMALISERS,
+    Clip,
+    GammaShape,
     Norms,
     PolicyBatch,
     PolicyKnobs,
+    clipped_loss,
+    entropy_threshold,
+    gamma_weight,
+    keep_near_policy,
+    kl_estimate,
+    log_ratio,
+    mismatch,
+    mismatch_facts,
     policy_loss,
+    sapo_loss,
 )
 from memtrain.trainers.losses.policy.sequence_level import answer_log_ratio, sequence_clipped_loss
-from memtrain.trainers.losses.policy.surrogates import Clip, GammaShape, clipped_loss, gamma_weight, sapo_loss
 from memtrain.trainers.losses.policy.value import clipped_value_loss
 
 LENGTHS = torch.tensor([2, 1])

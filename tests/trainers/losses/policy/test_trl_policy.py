@@ -15,15 +15,20 @@ import torch
 from torch import Tensor
 
 from memtrain.trainers.losses.answers import sum_per_answer
-from memtrain.trainers.losses.policy.importance_correction import mismatch
-from memtrain.trainers.losses.policy.ratios import entropy_threshold
-from memtrain.trainers.losses.policy.registry import Norms, PolicyBatch, PolicyKnobs, policy_loss
+from memtrain.trainers.losses.policy.registry import (
+    Clip,
+    Norms,
+    PolicyBatch,
+    PolicyKnobs,
+    entropy_threshold,
+    mismatch,
+    policy_loss,
+)
 from memtrain.trainers.losses.policy.sequence_level import (
     answer_log_ratio,
     penalised_rewards,
     sequence_clipped_loss,
 )
-from memtrain.trainers.losses.policy.surrogates import Clip
 from memtrain.trainers.online.rollout.advantages import (
     decoupled_advantages,
     group_advantages,

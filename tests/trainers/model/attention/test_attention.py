@@ -26,8 +26,7 @@ from memtrain.trainers.model.attention import torch_cpu as cpu_backend
 from memtrain.trainers.model.attention import torch_varlen as cuda_backend
 from memtrain.trainers.model.attention.probe import Outcome, probe, probe_one
 from memtrain.trainers.model.attention.row_layout import Layout, Part, packed_layout, shared_layout
-from memtrain.trainers.model.attention.score_rule import ScoreRule
-from memtrain.trainers.model.attention.two_part import attend_in_parts
+from memtrain.trainers.model.attention.two_part import ScoreRule, attend_in_parts
 from memtrain.trainers.tools.trace.fake_model import bare_model
 
 LAYOUTS = {

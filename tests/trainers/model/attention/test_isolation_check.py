@@ -10,7 +10,7 @@ from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import functions, set_attention
 from memtrain.trainers.model.attention.isolation_check import verify_isolation
-from memtrain.trainers.model.attention.score_rule import PLAIN
+from memtrain.trainers.model.attention.two_part import PLAIN
 
 SHAPE = {
     "vocab_size": 128,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from memtrain.trainers.model.attention.masked import mask_of
 from memtrain.trainers.model.attention.row_layout import Layout, Rows, packed_layout, shared_layout
-from memtrain.trainers.model.attention.windows import Reach
+from memtrain.trainers.model.attention.two_part import Reach
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.context_parallel.row_slices import slice_of
 from memtrain.trainers.model.context_parallel.windowed_rows import seen_by, under_window

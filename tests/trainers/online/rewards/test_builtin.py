@@ -17,9 +17,8 @@ from memtrain.trainers.online.rewards.builtin import (
     soft_length,
 )
 from memtrain.trainers.online.rewards.declared import declared_functions
-from memtrain.trainers.online.rewards.early import Early
 from memtrain.trainers.online.rewards.functions import check_columns, load_functions
-from memtrain.trainers.online.rewards.score import Answer, Scores, score
+from memtrain.trainers.online.rewards.score import Answer, Early, Scores, score
 
 SOURCE = """
 import asyncio, math, time

@@ -7,7 +7,7 @@ import torch
 
 from memtrain.errors import MemtrainError
 from memtrain.trainers.online.rollout.mismatch_guard import MismatchAlarm
-from memtrain.trainers.online.rollout.policy_metrics import MismatchSeen
+from memtrain.trainers.online.rollout.scoring_passes import MismatchSeen
 from memtrain.trainers.runtime.ranks import Ranks
 
 

@@ -14,8 +14,7 @@ from memtrain.memory.plan.prompt_groups import PromptGroups
 from memtrain.trainers.losses.policy.registry import Norms
 from memtrain.trainers.online.generation.protocol import Sample
 from memtrain.trainers.online.rollout.pair_batches import PairFeed
-from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed
-from memtrain.trainers.online.rollout.rollout_buffer import new_window
+from memtrain.trainers.online.rollout.rollout_batches import PolicyFeed, new_window
 
 NORMS = Norms(num_answers=1.0, num_tokens=1.0, rollout_tokens=1.0, max_tokens=1, kept_tokens=None)
 OWN = 6

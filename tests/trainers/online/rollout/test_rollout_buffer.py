@@ -3,7 +3,7 @@
 import numpy as np
 
 from memtrain.trainers.online.generation.protocol import Sample
-from memtrain.trainers.online.rollout.rollout_buffer import Rollout, new_window, window_of
+from memtrain.trainers.online.rollout.rollout_batches import Rollout, new_window, window_of
 
 
 def rollout() -> Rollout:

@@ -6,7 +6,7 @@ import pytest
 from memtrain.trainers.batches.answer_batch import Answer, Group, collate_answers
 from memtrain.trainers.online.generation.protocol import Sample
 from memtrain.trainers.online.rollout.dynamic_sampling import spare_rows
-from memtrain.trainers.online.rollout.rollout_buffer import new_window, window_of
+from memtrain.trainers.online.rollout.rollout_batches import new_window, window_of
 
 OWN = (True, True, False, False, True)
 TALK = Sample((7, 8, 9), (-0.1, -0.2, -0.3), "stop", (7, 8, 50, 51, 9), OWN, 2)

@@ -438,11 +438,11 @@ def test_the_copy_of_a_background_save_is_the_main_ranks(name):
 def test_tracing_leaves_torch_and_transformers_as_they_were():
     from transformers import masking_utils
 
-    from memtrain.trainers.losses.head import products, tiles
+    from memtrain.trainers.losses.head import tiles
 
-    before = masking_utils.is_tracing, products._multiply_, tiles.sums_half_in_fp32
+    before = masking_utils.is_tracing, tiles._multiply_, tiles.sums_half_in_fp32
     trace(sft(LLAMA, HALF | CUDA).job)
-    assert (masking_utils.is_tracing, products._multiply_, tiles.sums_half_in_fp32) == before
+    assert (masking_utils.is_tracing, tiles._multiply_, tiles.sums_half_in_fp32) == before
     assert type(torch.zeros(1)) is torch.Tensor
 
 

@@ -8,8 +8,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memtrain.trainers.runtime import host_time
-from memtrain.trainers.runtime.host_time import SETTLED_STEPS, HostTime, _spans, covered
+from memtrain.trainers.loop import observers as host_time
+from memtrain.trainers.loop.observers import SETTLED_STEPS, HostTime, _spans, covered
 
 
 def test_time_in_several_operators_counts_once():
