@@ -13,8 +13,8 @@ from memtrain.__main__ import main
 from memtrain.api import of_python
 from memtrain.errors import DataError, RecipeError
 from memtrain.trainers.protocols.events import StepEvent
-from memtrain.trainers.run_folder.event_sinks import MetricsWriter
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.metrics import MetricsWriter
 from memtrain.trainers.run_folder.report.report import load_report
 from memtrain.trainers.tools.chat import Chat
 from memtrain.trainers.tools.trained_model import text_model

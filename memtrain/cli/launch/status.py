@@ -8,9 +8,9 @@ from pathlib import Path
 from memtrain.cli.launch.slurm_queue import has_slurm, job_state, read_record
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.trainers.protocols.events import EvalEvent, StepEvent
-from memtrain.trainers.run_folder.event_sinks import read_metrics
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.lock import read_owner
+from memtrain.trainers.run_folder.metrics import read_metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ from memtrain.recipes.reading.load import LoadedRecipe, load_recipe
 from memtrain.recipes.reading.sweep import folder_name, sweep
 from memtrain.recipes.sections.slurm import Slurm
 from memtrain.trainers.protocols.events import SaveEvent, StepEvent
-from memtrain.trainers.run_folder.event_sinks import read_metrics
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.lock import read_owner
+from memtrain.trainers.run_folder.metrics import read_metrics
 
 
 @dataclass(frozen=True, slots=True)

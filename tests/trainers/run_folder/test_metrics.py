@@ -20,7 +20,7 @@ from memtrain.trainers.protocols.events import (
     from_line,
     to_line,
 )
-from memtrain.trainers.run_folder.event_sinks import MetricsWriter, read_metrics
+from memtrain.trainers.run_folder.metrics import MetricsWriter, read_metrics
 
 
 def step(number: int, loss: float = 1.0) -> StepEvent:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrain.errors import MemtrainError, OutOfMemory
+from memtrain.errors import MemtrainError
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import MIB, gib
 from memtrain.memory.rules.weights_offload import moved
@@ -57,12 +57,12 @@ class Recovery:
     """Settings now: strategies that were switched on included."""
     position: TrainState
     """State in which the limits are kept, so that a run that is continued has them too."""
+    post_mortem: Callable[[Exhausted], MemtrainError]
+    """Explains the end of a run, and the changes that would avoid it."""
     treat: Callable[[Settings], None] = lambda settings: None
     """Makes the model obey changed settings."""
     emit: Callable[[str], None] = lambda text: None
     """Takes notes."""
-    post_mortem: Callable[[Exhausted], MemtrainError] = lambda spent: OutOfMemory("out of memory")
-    """Explains the end of a run, and the changes that would avoid it."""
     has_dropout: bool = False
     eval_limit: int | None = None
     """Limit like `TrainState.micro_limit`, for passes without gradients."""

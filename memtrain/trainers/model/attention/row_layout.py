@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class Part:
     max_query: int
     max_key: int
     is_causal: bool
+    calls: dict[int, Any] = field(default_factory=dict, repr=False)
+    """What a back end has worked out of the bounds, once for all layers."""
 
     def spans(self) -> list[tuple[int, int, int, int]]:
         """Bounds of each segment: `(query start, query end, key start, key end)`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -54,11 +53,10 @@ class SegmentCalls:
         return row_Th.transpose(0, 1)[None].split(lengths, 2)
 
 
-@lru_cache(maxsize=8)
 def segment_calls(
     query_bounds: tuple[int, ...], key_bounds: tuple[int, ...], num_folded: int
 ) -> SegmentCalls:
-    """Calls of the segments between these bounds (see `row_layout.Part`), the same for every layer."""
+    """Calls of the segments between these bounds (see `row_layout.Part`)."""
     queries, keys = (
         tuple(end - start for start, end in pairwise(bounds)) for bounds in (query_bounds, key_bounds)
     )
@@ -175,7 +173,9 @@ class SegmentLoop:
     def calls_of(cls, query_THD: Tensor, key_TKD: Tensor, part: Part) -> SegmentCalls:
         """Calls by which a part of a row is attended to."""
         num_folded = 1 if cls.shares_keys(query_THD.dtype) else query_THD.shape[1] // key_TKD.shape[1]
-        return segment_calls(part.query_bounds, part.key_bounds, num_folded)
+        if num_folded not in part.calls:
+            part.calls[num_folded] = segment_calls(part.query_bounds, part.key_bounds, num_folded)
+        return part.calls[num_folded]
 
 
 def _lse_dtype(tensor: Tensor) -> torch.dtype:

@@ -28,8 +28,8 @@ from memtrain.trainers.protocols.events import (
     SaveEvent,
     StepEvent,
 )
-from memtrain.trainers.run_folder.event_sinks import read_metrics
 from memtrain.trainers.run_folder.folder import RunFolder, Status
+from memtrain.trainers.run_folder.metrics import read_metrics
 from memtrain.trainers.run_folder.progress import ROLLOUT_TOKENS, decimal, duration, speed_tokens
 from memtrain.trainers.run_folder.report.benchmarks import Score, read_scores
 from memtrain.trainers.run_folder.report.data_words import lost_words, source_words

@@ -9,8 +9,8 @@ from huggingface_hub import ModelCard, metadata_load
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.model import Adapter
 from memtrain.trainers.protocols.events import DataEvent, EvalEvent, StepEvent
-from memtrain.trainers.run_folder.event_sinks import MetricsWriter
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.metrics import MetricsWriter
 from memtrain.trainers.run_folder.report.model_card import is_hub_id, write_card
 
 MakePlan = Callable[..., Plan]

@@ -22,8 +22,8 @@ from memtrain.trainers.protocols.events import (
     SaveEvent,
     StepEvent,
 )
-from memtrain.trainers.run_folder.event_sinks import MetricsWriter
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
+from memtrain.trainers.run_folder.metrics import MetricsWriter
 from memtrain.trainers.run_folder.progress import length_words, pair_words, speed_tokens
 from memtrain.trainers.run_folder.report.benchmarks import RESULT_FILE
 from memtrain.trainers.run_folder.report.curves import curve_groups

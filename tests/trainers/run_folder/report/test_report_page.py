@@ -11,8 +11,8 @@ import pytest
 from memtrain.memory.plan.plan import PhasePeak, Plan, SamplePrompt
 from memtrain.trainers.pages.charts import SMALL_WIDTH
 from memtrain.trainers.protocols.events import Event, HostEvent, MemoryEvent, SampleEvent, StepEvent
-from memtrain.trainers.run_folder.event_sinks import MetricsWriter
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.metrics import MetricsWriter
 from memtrain.trainers.run_folder.report.curves import FOLDED, curve_groups
 from memtrain.trainers.run_folder.report.report import load_report
 from memtrain.trainers.run_folder.report.report_html import write_report
