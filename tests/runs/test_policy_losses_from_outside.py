@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_runs import ONLINE, run_in, steps
 
-from memtrain.trainers.online.rollout.advantage_step import AdvantageStep
+from memtrain.trainers.online.rollout.advantages import AdvantageStep
 
 RECIPE = ONLINE + 'rewards:\n  functions: [{{function: "{rewards}:short"}}]\n'
 REWARDS = """
