@@ -57,6 +57,26 @@ def test_clipped_losses_differ_by_what_they_divide_by(loss, expected):
     assert policy_loss(batch(), PolicyKnobs(loss=loss), NORMS).value.item() == pytest.approx(expected)
 
 
+def gradient(loss: str, **knobs: object) -> list[float]:
+    """Of the loss, summed over tokens, by each token's log-prob."""
+    logp = LOGP.clone().requires_grad_()
+    made = policy_loss(batch(logp_N=logp), PolicyKnobs(loss=loss, **knobs), NORMS)
+    made.value.backward()
+    assert logp.grad is not None
+    return (3 * logp.grad).tolist()
+
+
+def test_gradients_of_surrogates_by_hand():
+    """Ratios 1.5, 0.5, 2; advantages 1, 1, -1.
+
+    dapo: -A r where the bound does not hold (the first is stopped at 1.2). cispo: -A min(r, bound), a
+    constant, times the slope 1 of log p.
+    """
+    assert gradient("dapo") == pytest.approx([0.0, -0.5, 2.0])
+    assert gradient("cispo", cispo_max_weight=1.25) == pytest.approx([-1.25, -0.5, 1.25])
+    assert gradient("cispo", cispo_max_weight=5.0) == pytest.approx([-1.5, -0.5, 2.0])
+
+
 def test_clipping_stops_a_gain_and_not_a_loss():
     """r = 1.5: A = 1 gives the bound 1.2; A = -1 the whole 1.5. delta bounds that one."""
     ratio = torch.tensor([1.5, 1.5])
@@ -100,6 +120,19 @@ def test_vespo_weighs_an_answer_at_ratio_one_fully():
     """phi(1) = 1; with w = 2, k = 3 and lambda = 2 (a bad answer): 8 exp(-2)."""
     made = gamma_weight(RATIO.log() * torch.tensor([0, 0, 1]), LENGTHS, ADVANTAGE, GammaShape())
     assert made.tolist() == pytest.approx([1.0, 1.0, 8 * math.exp(-2)], rel=1e-5)
+
+
+def test_gamma_weight_is_clamped_where_its_answer_leaves_the_range():
+    """A token's log ratio of 3 counts whole; of -50 it is -20, and an answer's product is no less than 1e-8.
+
+    Good answers: w^2 exp(3 (1 - w)). Bad: w^3 exp(2 (1 - w)).
+    """
+    w = math.exp(3.0 - 2.5)
+    made = gamma_weight(torch.tensor([3.0, -2.5, -50.0]), LENGTHS, ADVANTAGE, GammaShape())
+    good, lowest = w**2 * math.exp(3 * (1 - w)), 1e-8
+    assert made.tolist() == pytest.approx([good, good, lowest**3 * math.exp(2)], rel=1e-4, abs=1e-30)
+    far = gamma_weight(torch.tensor([-50.0, 21.0, 0.0]), LENGTHS, ADVANTAGE, GammaShape())
+    assert far.tolist() == pytest.approx([1.0, 1.0, 1.0], rel=1e-4), "-20 and 20: the answer's product is 1"
 
 
 def test_an_answer_far_from_the_policy_is_kept_only_when_it_is_good():

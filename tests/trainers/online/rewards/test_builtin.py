@@ -346,6 +346,9 @@ def test_wrong_sections_are_refused(rewards, message):
         ("\\boxed{x_{1} + 2}", "x_{1}+2", 1.0),
         ("\\boxed{\\boxed{7}", "7", 1.0),
         ("#### $5", "5", 1.0),
+        ("#### 50%", "50", 1.0),
+        ("\\boxed{50\\%}", "50.0", 1.0),
+        ("#### 50%", "0.5", 0.0),
         ("3", "3", 0.0),
         ("#### 3 apples", "3", 0.0),
         ("####", "3", 0.0),
@@ -369,3 +372,6 @@ def test_format_length_and_repetition_by_hand():
     # a b a b a: the 2-grams ab, ba, ab, ba: two of four came before.
     assert repetition("a b a b a", ngram=2) == -0.5
     assert repetition("a b", ngram=3) == 0.0
+    # a a a a a: of four 2-grams all but the first came before.
+    assert repetition("a a a a A", ngram=2, penalty=2.0) == -1.5
+    assert repetition("a b c d e", ngram=2) == 0.0
