@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.errors import DataError, Fault, MemtrainError
@@ -61,7 +60,12 @@ def _looks_at_sources(loaded: LoadedRecipe, key: Path) -> Iterator[Callable[[], 
         text = _source(item)
         if text is not None:
             place = f"{key[0]}.{key[1]}[{number}]" if several else f"{key[0]}.{key[1]}"
-            source = Source(source=text, split=_text(item, ("split",)) or "train")
+            source = Source(
+                source=text,
+                split=_text(item, ("split",)) or "train",
+                name=_text(item, ("name",)),
+                revision=_text(item, ("revision",)),
+            )
             yield lambda source=source, place=place: _look_at_source(loaded, source, place)
 
 
@@ -70,16 +74,14 @@ def _look_at_source(loaded: LoadedRecipe, source: Source, place: str) -> None:
 
     Raises: DataError.
     """
-    from memtrain.trainers.data.sources.sources import is_on_hub, located
+    from memtrain.trainers.data.sources.sources import at_key, is_on_hub, located
 
     if is_on_hub(source):
         return
     try:
         located(source, METHOD_FORMATS[loaded.recipe.method][0], streaming=False)
     except DataError as error:
-        raise DataError(
-            [replace(one, where=place) if one.where == "data" else one for one in error.faults]
-        ) from None
+        raise at_key(error, place) from None
 
 
 def _source(node: Node) -> str | None:

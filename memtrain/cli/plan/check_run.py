@@ -243,7 +243,7 @@ def source_words(recipe: Recipe, source: Source, place: str, found: list[Found])
     Raises: DataError when there is no such source, or one of its first rows cannot be used.
     """
     from memtrain.trainers.data.sources.sources import is_on_hub
-    from memtrain.trainers.data.store.look_into import look_into
+    from memtrain.trainers.data.store.look_into import also_trained, look_into, trained_too
 
     if is_on_hub(source):
         return f"{LATER}: {source.source} is a dataset of the hub, which the run downloads"
@@ -257,7 +257,9 @@ def source_words(recipe: Recipe, source: Source, place: str, found: list[Found])
     if bad:
         rows = f"{num_good:,} of {rows}"
     skipped = f" ({len(bad):,} bad {'one is' if len(bad) == 1 else 'ones are'} skipped)" if bad else ""
-    notes = "".join(f"; {note}" for note in (*one.notes, *unused))
+    is_held_out = place.startswith("data.eval")
+    both = also_trained(recipe.data, one, METHOD_FORMATS[recipe.method]) if is_held_out else []
+    notes = "".join(f"; {note}" for note in (*one.notes, *unused, *([trained_too(both)] if both else [])))
     return f"{source.source}: format {one.reading.form}, {rows} can be used{skipped}{notes}"
 
 

@@ -74,13 +74,15 @@ class Source(Section):
     Arrow), a hub id, or `builtin:arithmetic`. Files of a folder that are not read are named."""
 
     name: str | None = None
-    """Configuration name of a hub dataset."""
+    """Configuration name of a hub dataset, or of a folder whose README.md lists configurations (`configs:`).
+    Without it, the default one. Refused of any other source."""
 
     split: str = "train"
-    """Split of a hub dataset, or of a folder that has `train`, `test` files."""
+    """Split of a hub dataset, or of a folder that has `train`, `test` files or whose README.md lists splits.
+    Refused of files that are of no split: they would be read whole."""
 
     revision: str | None = None
-    """Branch, tag or commit of a hub dataset."""
+    """Branch, tag or commit of a hub dataset. Refused of any other source."""
 
     weight: Annotated[float, Field(gt=0)] | None = None
     """Share of this source in the mixture, relative to the others: rows are sampled (never just the first

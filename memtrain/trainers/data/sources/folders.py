@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memtrain.errors import DataError
+from memtrain.recipes.sections.data import Source
+from memtrain.trainers.data.sources.dataset_card import Configuration, files_of
 from memtrain.trainers.data.sources.readers import READABLE, READERS, TEXT, ending
 
 SPLIT_WORDS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation"}
@@ -22,6 +24,10 @@ NOT_DATA = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_inf
 """Files beside the data in folders that `datasets` writes."""
 ABOUT = re.compile(r"(README|LICENSE|LICENCE|NOTICE|COPYING)([._-].*)?", re.IGNORECASE)
 """Names of text files that speak of the data."""
+HOLD_OUT = (
+    "remove it; to hold out a part of the training rows, set data.eval_fraction: 0.1 in place of data.eval"
+)
+"""The way out of a split that files do not have."""
 NUM_NAMED = 10
 """Files of a reason that are named singly."""
 
@@ -64,12 +70,18 @@ def files_in(folder: Path, split: str) -> tuple[tuple[Path, ...], tuple[Unread, 
             known = ", ".join(sorted({own for own in splits if own}))
             raise DataError(
                 f"the folder '{folder}' has no split '{split}'",
-                str(folder),
+                "data.split",
                 f"use one of its splits: {known}",
             )
         for path, own in others:
             why = f"of the split {own}" if own else "of no split while other names say theirs"
             unread.append(Unread(path, size_of(path), why))
+    elif split != "train":
+        raise DataError(
+            f"split: {split} has no effect on the folder '{folder}': the names of its files say no split",
+            "data.split",
+            HOLD_OUT,
+        )
     kinds = sorted({ending(path) for path in found})
     if len(kinds) > 1:
         raise DataError(
@@ -78,6 +90,49 @@ def files_in(folder: Path, split: str) -> tuple[tuple[Path, ...], tuple[Unread, 
             f"choose with a glob: '{folder}/*{kinds[0]}'",
         )
     return tuple(found), tuple(unread)
+
+
+def files_of_configuration(
+    folder: Path, chosen: Configuration, split: str
+) -> tuple[tuple[Path, ...], tuple[Unread, ...]]:
+    """(data files of a split of a configuration; every other file of the folder).
+
+    Raises: DataError as `files_in`, and where the configuration has no such split or lacks a file.
+    """
+    if chosen.patterns is None:
+        found, _ = files_in(chosen.folder, split)
+    else:
+        found = files_of(chosen, split)
+    read = set(found)
+    others = [path for path in sorted(every_file(folder)) if path not in read]
+    why = f"not of the split {split} of the configuration {chosen.name}"
+    unread = tuple(Unread(one, size_of(one), why_no_data(folder, one) or why) for one in others)
+    bad = next((one for one in found if why_no_data(folder, one)), None)
+    if bad is not None:
+        raise DataError(
+            f"'{bad}' is {why_no_data(folder, bad)}: the configuration '{chosen.name}' lists it as data",
+            str(bad),
+            f"give files of a kind that is read: {READABLE}",
+        )
+    return found, unread
+
+
+def refuse_split(source: Source, files: Sequence[Path]) -> None:
+    """Refuse a split of files that are none: its rows would be all rows, those that are trained on too.
+
+    Raises: DataError.
+    """
+    wanted = SPLIT_WORDS.get(source.split, source.split)
+    others = [path for path in files if split_of(Path(path.name)) != wanted]
+    if source.split == "train" or not others:
+        return
+    what = f"split: {source.split} has no effect on '{source.source}': "
+    what += "the name of the file says no such split" if len(files) == 1 else "its files say no such split"
+    raise DataError(
+        what,
+        "data.split",
+        HOLD_OUT,
+    )
 
 
 def every_file(folder: Path) -> Iterator[Path]:

@@ -9,7 +9,7 @@ import difflib
 import glob
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,14 @@ import numpy as np
 from memtrain.errors import DataError
 from memtrain.recipes.sections.data import Format, Source, TextUnit
 from memtrain.trainers.data.sources import builtin_arithmetic as arithmetic
-from memtrain.trainers.data.sources.folders import files_in, folders_among, unread_notes
+from memtrain.trainers.data.sources.dataset_card import configuration_of
+from memtrain.trainers.data.sources.folders import (
+    files_in,
+    files_of_configuration,
+    folders_among,
+    refuse_split,
+    unread_notes,
+)
 from memtrain.trainers.data.sources.hub import hub_faults, loading_from_hub
 from memtrain.trainers.data.sources.packed import Digest
 from memtrain.trainers.data.sources.readers import READERS, TEXT, Line, ending, read_file
@@ -27,6 +34,8 @@ from memtrain.trainers.data.sources.tables import table_rows
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 SHUFFLED_ROWS = 10_000
+MADE_HERE = "arithmetic:"
+"""Begin of the digest of built-in rows, which ends in their number: more of them begin with fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +80,24 @@ def locate(source: Source, form: Format, *, streaming: bool = False) -> Located:
 
 def located(source: Source, form: Format, streaming: bool) -> Located:
     """The streams of a source, by its kind."""
+    if not is_on_hub(source):
+        refuse_hub_keys(source)
     if source.source.startswith("builtin:"):
         return Located((builtin(source, form),))
     path, unit = Path(source.source).expanduser(), source.text_unit or "line"
     if path.is_dir():
-        files, unread = files_in(path, source.split)
+        chosen = configuration_of(path, source)
+        if chosen is None:
+            files, unread = files_in(path, source.split)
+        else:
+            files, unread = files_of_configuration(path, chosen, source.split)
         return Located(streams_of(files, unit), tuple(unread_notes(str(path), unread)))
     if path.exists():
         if not path.is_file():
             raise DataError(
                 f"'{path}' is a pipe or a device, not a file", str(path), "write the rows to a file first"
             )
+        refuse_split(source, [path])
         return Located((file_stream(path, unit),))
     if glob.has_magic(source.source):
         matches = sorted(Path(found) for found in glob.glob(str(path), recursive=True))
@@ -92,6 +108,7 @@ def located(source: Source, form: Format, streaming: bool) -> Located:
                 "data",
                 f"check the pattern; a relative one starts at the current folder, {Path.cwd()}",
             )
+        refuse_split(source, files)
         notes = unread_notes(str(fixed_part(path)), folders_among(matches)) if "**" not in path.parts else ()
         return Located(streams_of(files, unit), tuple(notes))
     if ending(path) in READERS or not HUB_ID.fullmatch(source.source):
@@ -104,6 +121,38 @@ def is_on_hub(source: Source) -> bool:
     path = Path(source.source).expanduser()
     is_local = source.source.startswith("builtin:") or path.exists() or glob.has_magic(source.source)
     return not is_local and ending(path) not in READERS and bool(HUB_ID.fullmatch(source.source))
+
+
+def refuse_hub_keys(source: Source) -> None:
+    """Refuse keys of a hub dataset beside a source that is none: `name` has a meaning for folders alone.
+
+    Raises: DataError.
+    """
+    what = (
+        f"'{source.source}' is built in" if source.source.startswith("builtin:") else "it is on this machine"
+    )
+    if source.revision is not None:
+        raise DataError(
+            f"revision: {source.revision} has no effect on '{source.source}': {what}",
+            "data.revision",
+            "remove it; for a revision of a dataset of the hub, give its id as source",
+        )
+    if source.name is not None and not Path(source.source).expanduser().is_dir():
+        raise DataError(
+            f"name: {source.name} has no effect on '{source.source}': {what}",
+            "data.name",
+            "remove it; a name chooses a configuration of a hub dataset, or one in a folder's README.md",
+        )
+
+
+def at_key(error: DataError, key: str) -> DataError:
+    """The error of a source whose place in the recipe is `key`."""
+    own = ("data", "data.name", "data.split", "data.revision")
+    faults = (
+        replace(one, where=key + one.where.removeprefix("data")) if one.where in own else one
+        for one in error.faults
+    )
+    return DataError(tuple(faults))
 
 
 def fixed_part(pattern: Path) -> Path:
@@ -192,7 +241,7 @@ def builtin(source: Source, form: Format) -> Stream:
     def read(count: int = count, _seed: int = 0) -> Iterator[Line]:
         return enumerate(arithmetic.rows(count, seed, form), start=1)
 
-    identity = f"arithmetic:{arithmetic.VERSION}:{count}:{seed}:{form}"
+    identity = f"{MADE_HERE}{arithmetic.VERSION}:{seed}:{form}:{count}"
     return Stream(source.source, read, lambda: identity, take=read)
 
 
@@ -236,6 +285,11 @@ def hub_streamed(source: Source) -> Stream:
 
     identity = f"hub:{source.source}:{source.name}:{source.split}:{revision}:streamed"
     return Stream(f"hub:{source.source}", read, lambda: identity, take=take)
+
+
+def rows_like(digest: str) -> str:
+    """The same for two digests of streams that have rows in common, whatever their numbers of rows."""
+    return digest.rpartition(":")[0] if digest.startswith(MADE_HERE) else digest
 
 
 def sampled(

@@ -5,7 +5,9 @@ No torch here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from memtrain.errors import DataError
 from memtrain.recipes.formats.detect import FORMS, SUPERVISED, detect
 from memtrain.recipes.formats.fields import BadRow, Row
 from memtrain.recipes.sections.data import Columns, Data, Format, Source
-from memtrain.trainers.data.sources.sources import Stream, locate
+from memtrain.trainers.data.sources.sources import Stream, at_key, is_on_hub, locate, located
 from memtrain.trainers.data.tokenize.chat import (
     check_template_kwargs,
     specials_of,
@@ -26,6 +28,10 @@ from memtrain.trainers.data.tokenize.workers import Reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+NUM_NAMED = 10
+"""Sources that a sentence names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +61,7 @@ def look_into(source: Source, data: Data, allowed: Sequence[Format], key: str) -
     try:
         located = locate(source, declared if declared != "auto" else allowed[0], streaming=data.streaming)
     except DataError as error:
-        faults = (replace(one, where=key) if one.where == "data" else one for one in error.faults)
-        raise DataError(tuple(faults)) from None
+        raise at_key(error, key) from None
     columns = source.columns if source.columns is not None else data.columns
     if source.source.startswith("builtin:"):
         columns = Columns()
@@ -76,6 +81,27 @@ def look_into(source: Source, data: Data, allowed: Sequence[Format], key: str) -
             reading = replace(reading, is_chat=is_chat(replace(reading, system_prompt=None), row))
             return Found(source, located.streams, reading, located.notes)
     raise DataError(*no_rows(source, located.streams, key))
+
+
+def also_trained(data: Data, held_out: Found, allowed: Sequence[Format]) -> list[str]:
+    """Files of held-out rows that are files of training rows, by their names; no hub dataset is asked for."""
+    trained: set[str] = set()
+    for source in data.train:
+        if not is_on_hub(source):
+            with suppress(DataError):
+                trained.update(one.name for one in located(source, allowed[0], streaming=False).streams)
+    files = {os.path.realpath(name) for name in trained if not name.startswith("builtin:")}
+    return [one.name for one in held_out.streams if os.path.realpath(one.name) in files]
+
+
+def trained_too(names: Sequence[str]) -> str:
+    """The sentence on sources of held-out rows that are trained on."""
+    shown = ", ".join(names[:NUM_NAMED])
+    shown += f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+    return (
+        f"the rows of {shown} are trained on too, and their evaluation says nothing of new ones: give "
+        "data.eval rows of its own, or set data.eval_fraction: 0.1 in its place"
+    )
 
 
 def is_chat(reading: Reading, row: Row) -> bool:

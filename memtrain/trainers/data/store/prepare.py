@@ -10,7 +10,7 @@ import importlib.metadata
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from memtrain.recipes.formats.fields import BadRow
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.data import Data, Format, Source
 from memtrain.trainers.data.sources.readers import Line
-from memtrain.trainers.data.sources.sources import Stream, sampled
+from memtrain.trainers.data.sources.sources import Stream, rows_like, sampled
 from memtrain.trainers.data.sources.splits import choose_rows
 from memtrain.trainers.data.store.cache import cache_dir, kept, key_of
 from memtrain.trainers.data.store.look_into import (
@@ -35,6 +35,7 @@ from memtrain.trainers.data.store.look_into import (
     leaves_out_template,
     look_into,
     rendering_of,
+    trained_too,
 )
 from memtrain.trainers.data.store.shown_rows import example_of
 from memtrain.trainers.data.store.token_store import META_FILE, VERSION, StoreWriter, TokenStore
@@ -148,6 +149,8 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
         )
     held_out = len(chosen.eval)
     other = kept_rows(data, data.eval, recipe.method, tokenizer, seed, progress) if data.eval else None
+    if other is not None:
+        other = replace(other, notes=(*other.notes, *common(made.store, other.store)))
     turn_end, samples = turn_end_in(made.store, tokenizer), recipe.eval.samples
     strings = string_sources(made.store, tokenizer, data.train)
     return PreparedData(
@@ -167,6 +170,14 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
         if samples is not None
         else (),
     )
+
+
+def common(train: TokenStore, held_out: TokenStore) -> Iterator[str]:
+    """A sentence for held-out rows that are trained on: files of both with the same content."""
+    trained = {rows_like(digest) for digest in train.meta.made_of["content"]}
+    named = zip(held_out.meta.streams, held_out.meta.made_of["content"], strict=True)
+    if both := [name for name, digest in named if rows_like(digest) in trained]:
+        yield trained_too(both)
 
 
 def turn_end_in(store: TokenStore, tokenizer: PreTrainedTokenizerFast) -> TurnEnd | None:
