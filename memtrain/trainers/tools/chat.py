@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.streamers import TextStreamer
 
-from memtrain.errors import LaunchError, words_of
+from memtrain.errors import LaunchError, OutOfMemory, words_of
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.data.tokenize.chat import template_of
@@ -20,6 +20,7 @@ from memtrain.trainers.model.loading.load import load_model
 from memtrain.trainers.model.loading.locate import unknown_model
 from memtrain.trainers.model.loading.own_code import trust_code
 from memtrain.trainers.model.loading.save import stop_at
+from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 from memtrain.trainers.tools.trained_model import TrainedModel, trusting_recipe
 
 
@@ -82,6 +83,18 @@ class Chat:
         except KeyboardInterrupt:
             self._remember(text, written.text.strip())
             raise
+        except Exception as error:  # a model class, or a foreign generation_config.json, fails in its own way
+            if is_out_of_memory(error):
+                raise OutOfMemory(
+                    f"out of memory while the model wrote: {words_of(error)}",
+                    self.tokenizer.name_or_path,
+                    "give --max-tokens a smaller number, or begin again with /reset",
+                ) from None
+            raise LaunchError(
+                f"the model cannot write: {words_of(error)}",
+                self.tokenizer.name_or_path,
+                "compare its config.json, generation_config.json and tokenizer with the published ones",
+            ) from None
         ends = self.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         self.is_cut = made.shape[1] - ids.shape[1] >= max_tokens and int(made[0, -1]) not in ends
@@ -123,9 +136,14 @@ def load_trained(trained: TrainedModel, vocab_size: int) -> Any:
         if (recipe := trusting_recipe(trained)) is not None:
             trust_code(recipe)
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                str(trained.folder), trust_remote_code=False, use_safetensors=True, dtype="auto"
+            read: Any = AutoModelForCausalLM.from_pretrained(
+                str(trained.folder),
+                trust_remote_code=False,
+                use_safetensors=True,
+                dtype="auto",
+                output_loading_info=True,
             )
+            model, told = read
         except Exception as error:  # each model class has faults of its own
             if trained.config.get("auto_map"):
                 raise unknown_model(trained.config, f"{trained.folder}/config.json") from None
@@ -134,6 +152,13 @@ def load_trained(trained: TrainedModel, vocab_size: int) -> Any:
                 str(trained.folder),
                 "export the model again: memtrain export RUN",
             ) from None
+        if lost := sorted(told["missing_keys"]):
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise LaunchError(
+                f"{trained.folder} has no weights for {lost[0]}{more}: they would be random",
+                str(trained.folder),
+                "export the model again: memtrain export RUN",
+            )
         return model.to(device).eval()
     path = Path(trained.run) / PLAN_FILE
     plan = read_plan(path)

@@ -86,12 +86,21 @@ def lm_eval_words(model: TrainedModel, asked: LmEval, output: Path, device: str)
     """The command that runs the benchmarks; an adapter is put on its base, with its own tokenizer.
 
     Source: lm_eval 0.4.13, `lm-eval run --help` and `HFLM.__init__`.
+    Raises: LaunchError where a name cannot be given to the harness.
     """
     place: dict[str, object] = {"pretrained": model.folder}
     if model.is_adapter:
         place = {"pretrained": model.base, "peft": model.folder, "tokenizer": own_tokenizer(model)}
         place["revision"] = base_revision(model)
     place |= {"trust_remote_code": trusting_recipe(model) and True, "dtype": "auto"}
+    # The harness reads its arguments apart at commas: a name with one would be another argument.
+    for name, value in place.items():
+        if re.search(r"[,=]", str(value)):
+            raise LaunchError(
+                f"lm-evaluation-harness takes no comma and no '=' in a name, and {name} is {value}",
+                str(model.run),
+                "rename the folder, or link to it by another name",
+            )
     given = ",".join(f"{name}={value}" for name, value in place.items() if value is not None)
     words = [sys.executable, "-m", PACKAGE, "run", "--model", "hf", "--model_args", given]
     words += ["--tasks", ",".join(asked.tasks), "--batch_size", str(asked.batch_size), "--device", device]

@@ -13,8 +13,9 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from memtrain.errors import LaunchError
-from memtrain.memory.model_shape.config_file import read_config_json, read_json_object
+from memtrain.errors import LaunchError, printable
+from memtrain.memory.model_shape.adapter_file import read_adapter_config
+from memtrain.memory.model_shape.config_file import MAX_BYTES, read_config_json, read_json_object
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan, run_fix
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.run_folder.folder import RunFolder
@@ -73,14 +74,19 @@ def trained_model(run: Path) -> TrainedModel:
     for folder in (final, run):
         for file in (ADAPTER, CONFIG):
             if (folder / file).is_file():
-                read = read_json_object if file == ADAPTER else read_config_json
+                read = read_adapter_config if file == ADAPTER else read_config_json
                 config = read(folder / file, str(folder / file))
-                return TrainedModel(run, folder, run.resolve().name, config, file == ADAPTER)
+                return TrainedModel(run, folder, _name_of(run), config, file == ADAPTER)
     raise LaunchError(
         f"{run} has no finished model",
         str(run),
         "let the run finish, or write the model of a checkpoint: memtrain export",
     )
+
+
+def _name_of(run: Path) -> str:
+    """The name of a folder as other programs and their files take one: a line, and no option."""
+    return printable(run.resolve().name, is_line=True).lstrip("-") or "model"
 
 
 def text_model(run: Path) -> TrainedModel:
@@ -156,24 +162,36 @@ def ends_otherwise(model: TrainedModel) -> bool:
 
 
 def _end_tokens(place: str | Path, revision: str | None, files: Sequence[str]) -> set[int]:
-    """End tokens of the first of the files that names some, in a folder or the hub's cache; else none."""
+    """End tokens of the first of the files that names some, in a folder or the hub's cache; else none.
+
+    Raises: LaunchError where a file is damaged.
+    """
     for name in files:
         path = Path(place) / name
         if not Path(place).is_dir():
             cached = try_to_load_from_cache(str(place), name, revision=revision)
             path = Path(cached) if isinstance(cached, str) else path
-        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if not path.is_file():
+            continue
+        ends = read_json_object(path, str(path)).get("eos_token_id")
+        numbers: list[Any] = ends if isinstance(ends, list) else [ends]
+        if ends is not None and not all(type(one) is int for one in numbers):
+            raise LaunchError(
+                f"{path} has eos_token_id: {json.dumps(ends, default=str)[:60]}",
+                str(path),
+                "it must be the number of a token, or a list of them; take the file as published",
+            )
         if ends is not None:
-            return set(ends) if isinstance(ends, list) else {ends}
+            return set(numbers)
     return set()
 
 
 def own_tokenizer(model: TrainedModel) -> str | None:
     """Folder of the tokenizer with the chat template that an adapter was trained with, where it is there."""
-    return str(model.folder) if (model.folder / "tokenizer_config.json").is_file() else None
+    return _word(model.folder) if (model.folder / "tokenizer_config.json").is_file() else None
 
 
-def serve_words(model: TrainedModel, *, port: int = 8000) -> list[str]:
+def serve_words(model: TrainedModel, *, port: int = 8000, host: str = "127.0.0.1") -> list[str]:
     """The command that serves the model with vLLM, an adapter beside its base.
 
     The model's own code is run where the recipe of its run trusts it, at the same commit. The tokenizer and
@@ -181,29 +199,39 @@ def serve_words(model: TrainedModel, *, port: int = 8000) -> list[str]:
 
     Raises: LaunchError for an adapter that vLLM cannot load beside its base.
     """
-    words, ends = ["vllm", "serve"], ["--port", str(port)]
+    words, ends = ["vllm", "serve"], ["--host", host, "--port", str(port)]
+    served = ["--served-model-name", model.name]
     is_trusted = trusting_recipe(model) is not None
     if is_trusted:
         ends += ["--trust-remote-code"]
     if not model.is_adapter:
-        return [*words, str(model.folder), "--served-model-name", model.name, *ends]
+        return [*words, _word(model.folder), *served, *ends]
     config = model.config
     why = "weight-decomposed (DoRA)" if config.get("use_dora") else why_not_beside_base(model)
     rank = next((one for one in VLLM_RANKS if one >= int(config.get("r", 0))), None)
     if why or rank is None:
         kind = why or f"of rank {config.get('r')}"
         whole = whole_model(model, f"vLLM, which takes no adapter {kind},")
-        return [*words, str(whole), "--served-model-name", model.name, *ends]
+        return [*words, _word(whole), *served, *ends]
     if (revision := base_revision(model)) is not None:
         ends += ["--revision", revision, *(("--code-revision", revision) if is_trusted else ())]
     if (tokenizer := own_tokenizer(model)) is not None:
         ends += ["--tokenizer", tokenizer]
     if ends_otherwise(model):
-        ends += ["--generation-config", str(model.folder)]
+        ends += ["--generation-config", _word(model.folder)]
+    lora = f"{model.name}={model.folder}"
+    if lora.count("=") > 1 or "," in lora:
+        # vLLM reads a name and a path apart at the one sign between them, or else takes JSON.
+        lora = json.dumps({"name": model.name, "path": str(model.folder), "base_model_name": model.base})
     return [
         *(*words, model.base, "--enable-lora", "--max-lora-rank", str(rank)),
-        *("--lora-modules", f"{model.name}={model.folder}", *ends),
+        *("--lora-modules", lora, *ends),
     ]
+
+
+def _word(path: Path) -> str:
+    """A path that no program takes for an option."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 def convert_words(folder: Path, output: Path, kind: str) -> tuple[list[str], bool]:
@@ -213,7 +241,7 @@ def convert_words(folder: Path, output: Path, kind: str) -> tuple[list[str], boo
     """
     found = next((path for name in CONVERTERS if (path := shutil.which(name))), None)
     program = [found] if found else ["python", f"llama.cpp/{CONVERTER}"]
-    return [*program, str(folder), "--outfile", str(output), "--outtype", kind], found is not None
+    return [*program, _word(folder), "--outfile", _word(output), "--outtype", kind], found is not None
 
 
 def get_converter() -> list[str]:
@@ -244,11 +272,28 @@ def ollama_name(name: str) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._") or "model"
 
 
+def text_of(file: Path) -> str:
+    """The text of a small file of a model. Raises: LaunchError where it cannot be read, or is none."""
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise LaunchError(
+                f"{file} is larger than {MAX_BYTES // 2**20} MiB", str(file), "give its own file"
+            )
+        return raw.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
+        raise LaunchError(
+            f"{file} cannot be read: {reason}", str(file), "copy or download it again"
+        ) from None
+
+
 def _template(folder: Path) -> str:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return text_of(file)
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
-        return str(json.loads(settings.read_text(encoding="utf-8")).get("chat_template") or "")
+        return str(read_json_object(settings, str(settings)).get("chat_template") or "")
     return ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -20,17 +21,22 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from memtrain.errors import LaunchError
+from memtrain.errors import LaunchError, MemtrainError, first_line_of
+from memtrain.memory.model_shape.adapter_file import read_adapter_config
 from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
 from memtrain.trainers.model.experts.adapters import beside_experts, shapes_of_packed
 from memtrain.trainers.model.loading.adapter_targets import check_targets
 from memtrain.trainers.model.loading.dora_parts import magnitudes_in_parts
 from memtrain.trainers.model.loading.dora_product import multiply_without_identity
 from memtrain.trainers.model.loading.lora_layers import in_few_kernels
-from memtrain.trainers.model.loading.sharded_init import is_keeping
+from memtrain.trainers.model.loading.sharded_init import NeedsWhole, is_keeping
+from memtrain.trainers.model.loading.weight_files import header_of
 from memtrain.trainers.model.quantized.dora import show_numbers_to_dora
 from memtrain.trainers.model.quantized.packed import layout_of
 from memtrain.trainers.model.streamed.wide_products import linear
+from memtrain.trainers.runtime.oom_errors import is_out_of_memory
+
+WEIGHTS = "adapter_model.safetensors"
 
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS"}
 """PEFT's name of the task, by the model's head; the head of a `score` is trained beside the adapter."""
@@ -108,6 +114,7 @@ def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
 
     Raises: LaunchError when the adapter does not fit the model, or is neither LoRA nor DoRA.
     """
+    _check_files(Path(adapter))
     show_numbers_to_dora()
     multiply_without_identity()
     with warnings.catch_warnings():
@@ -122,9 +129,11 @@ def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
                 adapted = PeftModel.from_pretrained(
                     model, adapter, torch_device=place, low_cpu_mem_usage=is_empty
                 )
-        except (RuntimeError, ValueError, OSError) as error:
+        except Exception as error:  # PEFT reads foreign values in ways of its own: KeyError, TypeError, ...
+            if is_out_of_memory(error) or isinstance(error, MemtrainError | NeedsWhole):
+                raise
             raise LaunchError(
-                f"the adapter {adapter} does not fit the model: {str(error).splitlines()[0]}",
+                f"the adapter {adapter} does not fit the model: {first_line_of(error)}",
                 adapter,
                 "give the model that it was trained on: model.path=FOLDER_OR_HUB_ID",
             ) from None
@@ -138,6 +147,21 @@ def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
         )
     compute_in_input_dtype(adapted)
     return adapted.eval()
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse a folder whose adapter cannot be read whole, or is pickled. Raises: LaunchError."""
+    if not folder.is_dir():
+        return
+    read_adapter_config(folder / "adapter_config.json", str(folder))
+    file = folder / WEIGHTS
+    if not file.exists():
+        raise LaunchError(
+            f"{folder} has no {WEIGHTS}; pickle files, which can run code, are not read",
+            str(folder),
+            "train or download the adapter again, as safetensors",
+        )
+    header_of(file, str(folder))
 
 
 @contextmanager

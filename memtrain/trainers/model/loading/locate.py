@@ -13,6 +13,7 @@ import transformers
 from transformers import AutoConfig, PretrainedConfig
 
 from memtrain.errors import Fault, LaunchError, MemtrainError, words_of
+from memtrain.memory.model_shape.adapter_file import read_adapter_config
 from memtrain.memory.model_shape.config_file import (
     check_values,
     fault_at,
@@ -270,7 +271,7 @@ def adapter_of(origin: Origin) -> AdapterFacts | None:
     )  # fmt: skip
     if found is None:
         return None
-    config = read_json_object(Path(found), "model.path")
+    config = read_adapter_config(Path(found), "model.path")
     return AdapterFacts(str(config.get("base_model_name_or_path") or ""), str(config.get("task_type") or ""))
 
 

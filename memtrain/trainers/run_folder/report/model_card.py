@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from memtrain.errors import printable
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.units import gib
 from memtrain.recipes.recipe import Recipe
@@ -17,6 +19,13 @@ from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.progress import duration
 from memtrain.trainers.run_folder.report.benchmarks import rows_of
 from memtrain.trainers.run_folder.report.data_words import lost_words
+from memtrain.trainers.run_folder.report.public_words import (
+    code,
+    is_hub_id,
+    plain,
+    public_place,
+    public_recipe,
+)
 from memtrain.trainers.run_folder.report.report import (
     Report,
     eval_name,
@@ -63,11 +72,13 @@ def render_card(report: Report, plan: Plan) -> str:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters |= {"plain": plain, "code": code}
+    # A fence is closed by one as long as itself at least.
+    recipe = _yaml(public_recipe(plan))
     return environment.get_template("card.md.j2").render(
-        header=yaml.safe_dump(
-            metadata(plan.recipe, plan.settings.adapter), sort_keys=False, allow_unicode=True
-        ).strip(),
+        header=_yaml(metadata(plan.recipe, plan.settings.adapter)),
         name=report.name,
+        quoted_name=json.dumps(report.name).replace("`", "\\u0060"),
         method=METHODS[plan.recipe.method].title,
         base=base_words(plan.recipe),
         is_adapter=plan.settings.adapter is not None,
@@ -76,10 +87,19 @@ def render_card(report: Report, plan: Plan) -> str:
         data=[(one, lost_words(one)) for one in report.data],
         losses=losses_of(plan.recipe.method),
         benchmarks=rows_of(report.scores),
-        sources=[source.source for source in plan.recipe.data.train],
-        recipe=report.recipe_text.strip(),
+        sources=[public_place(source.source) for source in plan.recipe.data.train],
+        recipe=recipe,
+        fence="~" * max(4, longest_run(recipe, "~") + 1),
         versions=plan.versions,
     )
+
+
+def _yaml(tree: object) -> str:
+    """YAML without letters that nobody sees: escapes stand for all others where there is one."""
+    text = yaml.safe_dump(tree, sort_keys=False, width=100, allow_unicode=True).strip()
+    if printable(text) == text:
+        return text
+    return yaml.safe_dump(tree, sort_keys=False, width=100, allow_unicode=False).strip()
 
 
 def metadata(recipe: Recipe, adapter: Adapter | None) -> dict[str, object]:
@@ -112,15 +132,13 @@ def losses_of(method: str) -> str:
 
 
 def base_words(recipe: Recipe) -> str:
-    """Model that the training began from."""
+    """Model that the training began from, as Markdown."""
     if recipe.model.path is None:
-        return "random weights"
-    revision = f" at {recipe.model.revision}" if recipe.model.revision else ""
-    return f"{recipe.model.path}{revision}"
+        return "Random weights"
+    revision = f" at {code(recipe.model.revision)}" if recipe.model.revision else ""
+    return f"{code(public_place(recipe.model.path))}{revision}"
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether a name is `owner/name` on the hub, and neither a file, a folder nor a built-in."""
-    is_data_file = re.search(r"\.(jsonl?|csv|parquet|arrow|txt)(\.gz)?$", name) is not None
-    is_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None
-    return is_id and not is_data_file and not Path(name).exists()
+def longest_run(text: str, letter: str) -> int:
+    """Letters of the longest run of one letter in a text."""
+    return max((len(run) for run in re.findall(f"{re.escape(letter)}+", text)), default=0)
