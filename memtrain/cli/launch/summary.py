@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from memtrain.cli.output.once import ASSISTANTS_TURNS, first_time
 from memtrain.cli.output.terminal import print_table, print_text, whole
 from memtrain.cli.plan.tables import rows_words, why_words
 from memtrain.errors import printable
@@ -49,6 +50,8 @@ def print_plan(planned: Planned) -> None:
     print_text(rows_words(planned.profile.report))
     for sentence in plan.data.words():
         print_text(sentence)
+    if plan.data.has_turns and plan.recipe.data.assistant_only_loss is None and first_time("assistant-turns"):
+        print_text(ASSISTANTS_TURNS)
     typer.echo()
     print_table(
         ("setting", "value", "why"),

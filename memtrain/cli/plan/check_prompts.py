@@ -44,7 +44,7 @@ def metric_words(recipe: Recipe, found: Sequence[Found], tokenizer: PreTrainedTo
     raise DataError(
         "no held-out row has a prompt: all are trained on from their first token",
         "eval.metrics",
-        "use rows of a prompt with a completion; for messages set data.assistant_only_loss: true",
+        "use rows of a prompt with a completion; of messages, remove data.assistant_only_loss: false",
     )
 
 

@@ -12,13 +12,15 @@ from pydantic import JsonValue, ValidationError
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import PlannerInputs, need_of, predict
 from memtrain.memory.generation.vllm import training_budget
-from memtrain.memory.plan.plan import Decision
+from memtrain.memory.plan.plan import PLAN_FILE, Decision
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.pinned_recipe import kept_pins
 from memtrain.memory.planner.resolve import Resolved, resolve
 from memtrain.memory.rules.ledger import SourcedRecipe
+from memtrain.recipes.edit import with_key
 from memtrain.recipes.reading.environment import EnvironmentText, revealed
+from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.run_folder.folder import RunFolder
 
 RESTS_ON = (
@@ -81,6 +83,40 @@ def begun_in(folder: Path, environment: Sequence[EnvironmentText] = ()) -> Begun
     if facts is None:
         return None
     return Begun(facts.step, revealed(facts.recipe, environment, with_digest=True), facts.settings)
+
+
+ALL_TURNS = "data.assistant_only_loss"
+"""The key whose default was false: plans of that time say so, and their runs go on with it."""
+
+
+def at_its_turns(recipe: Recipe, folder: Path, begun: Begun | None) -> Recipe:
+    """The recipe of a run that goes on; where it leaves open which turns are trained on, and the run trains
+    on all of them, so does its rest. `begun`: None where no checkpoint was written."""
+    if recipe.data.assistant_only_loss is not None:
+        return recipe
+    saved = begun.recipe if begun is not None else _planned(folder)
+    data = saved.get("data")
+    is_all = isinstance(data, dict) and data.get("assistant_only_loss") is False
+    return with_key(recipe, ALL_TURNS, False) if is_all else recipe
+
+
+def _planned(folder: Path) -> Mapping[str, JsonValue]:
+    """The recipe in the plan of a run folder, as it stands there; empty where it cannot be read."""
+    try:
+        plan = json.loads((folder / PLAN_FILE).read_bytes())
+        recipe = plan["recipe"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+    return recipe if isinstance(recipe, dict) else {}
+
+
+def turns_decision(source: str) -> Decision:
+    """The decision of a run that goes on with all turns."""
+    why = (
+        f"as the run began ({ALL_TURNS}: false); new runs train on the assistant's turns of conversations by "
+        "default, and so does this recipe with --no-resume"
+    )
+    return Decision(setting="trained turns", value="all", reason=why, source=source)
 
 
 def resolve_again(asked: SourcedRecipe, facts: PlannerInputs, begun: Begun) -> Resolved:

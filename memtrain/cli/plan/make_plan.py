@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import memtrain
-from memtrain.cli.plan.keep_plan import begun_in, resolve_again
+from memtrain.cli.plan.keep_plan import at_its_turns, begun_in, resolve_again, turns_decision
 from memtrain.cli.plan.model_config import model_config, reward_shapes, teacher_shape
 from memtrain.cli.plan.model_shape import layers_seer, shape_for
 from memtrain.cli.plan.recipe_lines import at_their_lines
@@ -61,6 +61,10 @@ def make_plan(
     from memtrain.trainers.model.loading.module_shapes import check_model
 
     asked = with_use_and_never(SourcedRecipe(loaded.recipe, loaded.where))
+    folder = run_folder_of(loaded, run_dir)
+    begun = begun_in(Path(folder), loaded.environment) if keeps else None
+    if keeps:
+        asked = replace(asked, recipe=at_its_turns(asked.recipe, Path(folder), begun))
     recipe = asked.recipe
     with at_their_lines(loaded):
         data = prepare(recipe, progress=progress)
@@ -70,15 +74,16 @@ def make_plan(
         refuse_other_tokenizer(recipe)
     facts = facts_of(recipe, data, config, hardware or detect(recipe.cluster.device))
     facts = replace(facts, history=read_history())
-    folder = run_folder_of(loaded, run_dir)
-    begun = begun_in(Path(folder), loaded.environment) if keeps else None
     resolved = resolve(asked, facts) if begun is None else resolve_again(asked, facts, begun)
+    decisions = resolved.decisions
+    if recipe.data.assistant_only_loss is not loaded.recipe.data.assistant_only_loss and data.has_turns:
+        decisions = (turns_decision(f"plan in {folder}"), *decisions)
     plan = Plan(
         recipe=resolved.case.recipe,
         recipe_path=str(loaded.path),
         run_dir=folder,
         settings=resolved.settings,
-        decisions=resolved.decisions,
+        decisions=decisions,
         data=data,
         prediction=resolved.prediction,
         plain=resolved.plain,

@@ -124,10 +124,15 @@ class PreparedSplit(Section):
         tokens = max(1, self.num_tokens)
         return [
             f"{one.source}: {one.num_rows:,} row{'' if one.num_rows == 1 else 's'}, {one.num_tokens:,} tokens"
-            f"{f', {one.num_loss_tokens:,} loss tokens' if self.num_loss_tokens else ''} "
-            f"({one.num_tokens / tokens:.1%} of the tokens)"
+            f" ({one.num_tokens / tokens:.1%} of the tokens)"
+            f"{_trained_share(one) if self.num_loss_tokens else ''}"
             for one in self.sources
         ]
+
+
+def _trained_share(one: SourceShare) -> str:
+    share = one.num_loss_tokens / max(1, one.num_tokens)
+    return f", {one.num_loss_tokens:,} loss tokens ({share:.1%} of its own)"
 
 
 class TurnEnd(Section):
@@ -165,6 +170,8 @@ class PreparedData(Section):
     """Rows of `train` that are set aside for evaluation (`data.eval_fraction`)."""
     turn_end: TurnEnd | None = None
     """The token that ends a turn, where rows are conversations."""
+    has_turns: bool = False
+    """Whether rows are conversations whose turns may be trained on apart: not prompts with completions."""
     leaves_out_template: bool = False
     """Whether prompts and answers are strings, and the tokenizer has a chat template that they do not use;
     not where `data.strings_are` says that they are text."""

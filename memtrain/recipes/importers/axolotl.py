@@ -187,13 +187,18 @@ def _trained_roles(reading: ToolReading) -> None:
         cast(Mapping[str, Any], one) for one in _listed(reading.get("datasets")) if isinstance(one, Mapping)
     ]
     roles = [one.get("roles_to_train", ["assistant"]) for one in listed if "chat" in str(one.get("type", ""))]
-    if not roles or reading.method != "sft" or reading.get("train_on_inputs"):
+    if not roles or reading.method != "sft":
         return
-    if all(_listed(one) == ["assistant"] for one in roles):
+    if reading.get("train_on_inputs"):
+        reading.set_trl("assistant_only_loss", False, "train_on_inputs")
+    elif all(set(_listed(one)) <= {"assistant", "gpt", "model"} for one in roles):
         reading.set_trl("assistant_only_loss", True, "datasets")
     else:
+        reading.set_trl("assistant_only_loss", False, "datasets")
         reading.lose(
-            "datasets", "roles_to_train: `data.assistant_only_loss` trains on assistants' turns alone"
+            "datasets",
+            "roles_to_train: turns of the assistant alone, or all turns (as here), are trained on "
+            "(`data.assistant_only_loss`)",
         )
 
 

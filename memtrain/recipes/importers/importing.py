@@ -346,6 +346,9 @@ def translated(tool: Tool, reading: ToolReading) -> Translation:
     made = translate(
         reading.trl, reading.method, reading.processes, reading.assumed, f"{tool.title}'s default"
     )
+    if not tool.takes_trl and "assistant_only_loss" not in reading.trl:
+        # TRL's default of every turn is not that of other tools.
+        made.recipe_keys.pop("data.assistant_only_loss", None)
     renamed = [
         Lost(reading.names.get(one.key, one.key), one.value, one.why.replace("TRL", tool.title))
         for one in made.lost

@@ -314,6 +314,9 @@ def _rows(reading: ToolReading) -> None:
             reading.notes.append("packing: rows of a sequence see each other there; here they never do")
     if reading.get("mix_strategy", "concat") != "concat" or reading.get("interleave_probs"):
         reading.lose("mix_strategy", "`weight` of each source in data.train mixes them")
+    if stage == "sft":
+        # Its templates leave the user's turns out of the loss, unless train_on_prompt asks for them.
+        reading.set_trl("assistant_only_loss", not reading.on("train_on_prompt"), "train_on_prompt")
     if reading.get("enable_thinking") is False:
         reading.set_recipe("data.chat_template_kwargs", {"enable_thinking": False})
 

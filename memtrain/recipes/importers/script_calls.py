@@ -48,6 +48,10 @@ OTHER_BITS = (
 _ROUNDINGS = ("BitsAndBytesConfig", *OTHER_BITS)
 """Configurations that a model is loaded with, where it is given them."""
 
+_ANSWERS_ONLY = re.compile(
+    r"^[^#\n]*\b(train_on_responses_only|DataCollatorForCompletionOnlyLM)\s*\(", re.MULTILINE
+)
+"""Calls that leave all but the assistant's turns out of the loss: Unsloth's, and one of TRL before 0.20."""
 OWN_CODE = (
     "callbacks",
     "compute_loss_func",
@@ -123,6 +127,8 @@ def script_config(
     for call in references:
         path = _path(call)
         config["ref_model"] = "the same" if path in (None, config.get(f"{LOAD}.model_name")) else path
+    if _ANSWERS_ONLY.search(text):
+        config["assistant_only_loss"] = True
     if _STANDBY.search(text):
         config[f"{LOAD}.unsloth_vllm_standby"] = True
     loss = next((call.name for call in calls if call.name in ("ORPOTrainer", "CPOTrainer")), "")

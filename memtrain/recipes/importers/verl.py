@@ -27,6 +27,11 @@ def read(reading: ToolReading) -> None:
     else:
         reading.method = "sft"
         _sft_batch(reading)
+        # Source: verl, utils/dataset: of messages the assistant's are in the loss; a string prompt is a
+        # user's turn for the chat template.
+        reading.set_trl("assistant_only_loss", True)
+        if reading.get("data.response_key") and not reading.on("data.multiturn.enable"):
+            reading.set_recipe("data.strings_are", "turns", "verl writes prompts by the chat template")
     _model(reading, is_online=is_online)
     _rows(reading)
     _run(reading)

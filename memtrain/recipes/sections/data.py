@@ -184,10 +184,12 @@ class Data(Section):
     completion_only_loss: bool | None = None
     """Train on the completion only. If not set: yes for prompt-completion rows."""
 
-    assistant_only_loss: bool = False
-    """Train on the assistant's turns only (rows of messages). They are found by the generation marks of
-    the chat template, or by the text that the template writes for each beginning of the conversation. A
-    message with `weight: 0` or `train: false` is never trained on, with this setting or without."""
+    assistant_only_loss: bool | None = None
+    """Train on the assistant's turns only (rows of messages). If not set: yes, of `messages` and of
+    completions in which others speak too. The turns are found by the generation marks of the chat template,
+    by the text that it writes for each beginning of the conversation, or by what it writes before and after
+    each turn; where they cannot be found, the run is refused. false: all turns. A message with `weight: 0`
+    or `train: false` is never trained on, with this setting or without."""
 
     last_turn_only_loss: bool = False
     """Train on the assistant's last turn only (rows of messages)."""

@@ -75,7 +75,7 @@ DATA: dict[str, Rule] = {
     "dataset_kwargs": Unmapped("data is always prepared the same way; rows of token ids are used unchanged"),
     "dataset_num_proc": RecipeKey("data.processes"),
     "completion_only_loss": RecipeKey("data.completion_only_loss"),
-    "assistant_only_loss": RecipeKey("data.assistant_only_loss"),
+    "assistant_only_loss": RecipeKey("data.assistant_only_loss", {"sft": False, "distill": False}),
     "eos_token": Unmapped("another end token: set it in the tokenizer that `model.tokenizer` names"),
     "pad_token": Automatic("padding is neither attended to nor in the loss, whatever its token is"),
     "shuffle_dataset": Automatic("rows are shuffled again in every epoch, before packing too"),

@@ -464,6 +464,7 @@ def test_the_head_is_left_out_of_what_is_trained_on_quantized_weights_and_listed
     [
         ("", True),
         ("    roles_to_train: [assistant]\n", True),
+        ("    roles_to_train: [gpt]\n", True),
         ("    roles_to_train: [user, assistant]\n", None),
         ("train_on_inputs: true\n", False),
     ],
@@ -474,5 +475,57 @@ def test_conversations_of_axolotl_are_trained_on_assistants_turns(tmp_path, writ
     given = f"base_model: some/model\ndatasets:\n  - path: some/rows\n    type: chat_template\n{written}"
     path.write_text(given)
     made = import_config(read_foreign(str(path)))
-    assert ("assistant_only_loss: true" in made.text) == (is_masked is True)
+    assert f"assistant_only_loss: {str(is_masked is True).lower()}" in made.text
     assert any("roles_to_train" in note for note in made.notes) == (is_masked is None)
+
+
+SCRIPT = """
+from trl import SFTConfig, SFTTrainer
+from datasets import load_dataset
+rows = load_dataset("some/rows", split="train")
+trainer = SFTTrainer(model="some/model", train_dataset=rows, args=SFTConfig())
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "turns"),
+    [
+        ("trl.yaml", "model_name_or_path: some/model\ndataset_name: some/rows\nmax_length: 512\n", "false"),
+        ("trl2.yaml", "model_name_or_path: m/n\ndataset_name: r/s\nassistant_only_loss: true\n", "true"),
+        ("trl.py", SCRIPT, "false"),
+        (
+            "unsloth.py",
+            SCRIPT.replace("from trl", "from unsloth import FastLanguageModel\nfrom trl")
+            + "trainer = train_on_responses_only(trainer, instruction_part='a', response_part='b')\n",
+            "true",
+        ),
+        ("lf.yaml", "model_name_or_path: some/model\nstage: sft\ndataset: rows\ntemplate: qwen3\n", "true"),
+        (
+            "lf2.yaml",
+            "model_name_or_path: some/model\nstage: sft\ndataset: rows\ntemplate: q\ntrain_on_prompt: true\n",
+            "false",
+        ),
+        (
+            "ax.yaml",
+            "base_model: some/model\ndatasets:\n  - {path: some/rows, type: alpaca}\nmicro_batch_size: 1\n",
+            None,
+        ),
+    ],
+)
+def test_the_trained_turns_of_each_tool_are_written_out(tmp_path, name, text, turns):
+    """memtrain's default is the assistant's turns; TRL's is every turn."""
+    (tmp_path / name).write_text(text)
+    made = import_config(read_foreign(str(tmp_path / name), method="sft" if name.startswith("trl") else None))
+    asked = made.whole().data.assistant_only_loss
+    assert asked is {"true": True, "false": False, None: None}[turns]
+    assert (f"assistant_only_loss: {turns}" in made.text) == (turns is not None)
+
+
+def test_verls_fine_tuning_writes_string_prompts_by_the_chat_template():
+    words = (
+        "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet data.prompt_key=question "
+        "data.response_key=answer model.partial_pretrain=some/model"
+    )
+    data = import_config(read_foreign(words)).whole().data
+    assert (data.columns.prompt, data.columns.completion) == ("question", "answer")
+    assert (data.strings_are, data.assistant_only_loss) == ("turns", True)

@@ -1,6 +1,8 @@
 """A changed recipe is refused by name; a changed machine is said; what moves no number passes."""
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -176,3 +178,24 @@ def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def test_every_key_of_the_tables_is_a_recipe_key(make_plan: MakePlan):
     known = set(leaves(type(make_plan().recipe)))
     assert known >= {*resume.FREE_KEYS, *resume.RESOLVED_KEYS, *resume.STATE_KEYS}
+
+
+def test_rows_that_another_version_named_otherwise_are_the_same_rows(make_plan: MakePlan, tmp_path: Path):
+    """The name of a store is made of versions and rules too; what it holds is told by its digests."""
+    plans = []
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        plan = make_plan()
+        train = plan.data.train.model_copy(update={"folder": str(tmp_path / name)})
+        plans.append(plan.model_copy(update={"data": plan.data.model_copy(update={"train": train})}))
+    saved, asked = plans
+    for sums, is_same in ((("a", "a"), True), (("a", "b"), False)):
+        for name, one in zip(("old", "new"), sums, strict=True):
+            (tmp_path / name / "meta.json").write_text(json.dumps({"sums": one}))
+        assert (
+            (refused_keys(saved, asked) == ["data.train"])
+            if not is_same
+            else (check_resumable(facts(saved), asked) == [])
+        )
+    (tmp_path / "old" / "meta.json").unlink()
+    assert refused_keys(saved, asked) == ["data.train"]

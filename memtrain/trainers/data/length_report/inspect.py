@@ -174,7 +174,8 @@ def distributions(
     if not isinstance(rows, PromptRows):
         times = np.maximum(np.bincount(chosen, minlength=counts.num_rows), 1)
         made.append(distribution("loss_tokens", (rows.held_R // times)[chosen], scale=scale))
-    if data.assistant_only_loss:
+    has_turns = work.job.rendering.by_default and len(counts.spans_S2) > counts.num_rows
+    if data.assistant_only_loss or has_turns:
         made.append(distribution("turn", np.diff(counts.spans_S2.astype(np.int64))[:, 0], scale=scale))
     if seen.side.wants_rows:
         made.append(distribution("turns", spread_out(seen.side.messages), unit="messages", scale=scale))

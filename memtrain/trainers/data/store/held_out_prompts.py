@@ -54,7 +54,7 @@ def held_out_prompts(recipe: Recipe, data: PreparedData) -> tuple[tuple[HeldOutP
             raise DataError(
                 f"no held-out row{of_set} has a prompt: all are trained on from their first token",
                 "eval.metrics",
-                "use rows of a prompt with a completion; for messages set data.assistant_only_loss: true",
+                "use rows of a prompt with a completion; of messages, remove data.assistant_only_loss: false",
             )
         made.append(found)
     return tuple(made)

@@ -216,7 +216,7 @@ def rendering_of(
         raise DataError(
             f"data.completion_only_loss has no effect on rows of format {kind}",
             "data.completion_only_loss",
-            "remove it; for messages, data.assistant_only_loss trains on assistant turns only",
+            "remove it; of messages, the assistant's turns are trained on by default",
         )
     for name in ("assistant_only_loss", "last_turn_only_loss"):
         if getattr(data, name) and not forms & {"messages", "prompt_completion"}:
@@ -243,10 +243,17 @@ def rendering_of(
         check_template_kwargs(one.reading.template_kwargs, template, one.reading.is_chat)
         check_system_prompt(one)
     specials = specials_of(tokenizer)
-    assistant_only = data.assistant_only_loss or data.last_turn_only_loss
+    asked = data.assistant_only_loss or data.last_turn_only_loss
+    by_default = not asked and data.assistant_only_loss is None
+    assistant_only = asked or (by_default and bool(forms & {"messages", "prompt_completion"}))
     own = template
     if assistant_only and template is not None:
-        template = training_template(template, specials)
+        try:
+            template = training_template(template, specials)
+        except DataError:
+            # Completions that the assistant alone speaks need no marks.
+            if asked or "messages" in forms:
+                raise
     end = tokenizer.eos_token if data.end_token and kind != "prompt" else None
     only = data.completion_only_loss is not False
     return Rendering(
@@ -256,6 +263,7 @@ def rendering_of(
         completion_only=only,
         assistant_only=assistant_only,
         own_template=own if own != template else None,
+        by_default=by_default and assistant_only,
         last_turn_only=data.last_turn_only_loss,
         has_marks=template is not None and bool(MARKS.search(template)),
     )

@@ -164,6 +164,9 @@ def prepare(recipe: Recipe, *, progress: Progress | None = None) -> PreparedData
         eval=other and split_of(other, None, data.eval),
         held_out_rows=held_out,
         turn_end=turn_end,
+        has_turns=any(
+            FORMS[reading["form"]].parts == ("messages",) for reading in train.meta.made_of["readings"]
+        ),
         leaves_out_template=bool(strings),
         strings_of=strings if len(data.train) > 1 else (),
         samples=sample_prompts(samples.prompts, data, tokenizer, is_chat=turn_end is not None)

@@ -105,12 +105,14 @@ def trained_words(made_of: dict[str, Any]) -> str:
         return ""
     if rendering["last_turn_only"]:
         return "the last turn of the assistant only (data.last_turn_only_loss)"
-    if rendering["assistant_only"]:
-        return "assistant only (data.assistant_only_loss)"
+    if rendering["assistant_only"] and not rendering["by_default"]:
+        return "the assistant's turns (data.assistant_only_loss)"
     if FORMS[kind].num_answers:
         return "the answers"
     words = {
-        "messages": "all turns (data.assistant_only_loss: true trains on the assistant's only)",
+        "messages": "the assistant's turns (data.assistant_only_loss: false trains on all)"
+        if rendering["assistant_only"]
+        else "all turns (data.assistant_only_loss: false)",
         "prompt_completion": "completions only"
         if rendering["completion_only"]
         else "prompts and completions",

@@ -84,11 +84,13 @@ def training_template(own: str, special_tokens: Mapping[str, str]) -> str:
     if _finds_turns(own, special_tokens):
         return own
     raise DataError(
-        "data.assistant_only_loss needs a chat template that marks the assistant's turns; the tokenizer's "
-        "own has no {% generation %} marks, and changes earlier turns when later ones follow",
+        "conversations are trained on the assistant's turns, and the tokenizer's chat template does not show "
+        "which these are: it has no {% generation %} marks, and changes contents, or earlier turns when "
+        "later ones follow",
         "model.chat_template",
-        "put {% generation %} ... {% endgeneration %} around the assistant's words in a copy of the template "
-        f"and set model.chat_template to it, or use a shipped one: {', '.join(NAMES)}",
+        "train on all turns (data.assistant_only_loss: false), put {% generation %} ... {% endgeneration %} "
+        "around the assistant's words in a copy of the template and set model.chat_template to it, or use a "
+        f"shipped one: {', '.join(NAMES)}",
     )
 
 

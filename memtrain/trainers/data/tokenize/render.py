@@ -54,6 +54,9 @@ class Rendering:
     assistant_only: bool
     own_template: str | None = None
     """The model's own template, where `chat_template` stands in for it: both must write the same text."""
+    by_default: bool = False
+    """Whether `assistant_only` is nobody's word: completions that only the assistant speaks are then trained
+    on whole, as the template writes them."""
     last_turn_only: bool = False
     """Only the last turn of the assistant."""
     has_marks: bool = True
@@ -89,10 +92,18 @@ def _answer(
 
 
 def _prompt_completion(example: PromptCompletion | Unpaired, rendering: Rendering) -> tuple[Piece, ...]:
+    if rendering.by_default and (not rendering.completion_only or is_assistants(example.completion)):
+        own = rendering.own_template or rendering.chat_template
+        rendering = replace(rendering, assistant_only=False, chat_template=own, own_template=None)
     piece = _answer(example.prompt, example.completion, example.tools, rendering)
     if rendering.completion_only:
         return (_after_cut(piece),)
     return (replace(piece, loss_spans=((0, len(piece.text)),)) if piece.adds_specials else piece,)
+
+
+def is_assistants(completion: str | Messages) -> bool:
+    """Whether nobody but the assistant speaks in a completion."""
+    return isinstance(completion, str) or all(message["role"] == "assistant" for message in completion)
 
 
 def _after_cut(piece: Piece) -> Piece:
@@ -158,18 +169,21 @@ def marked(
 ) -> tuple[str, tuple[CharSpan, ...]]:
     """A conversation, and the places in it that are trained on.
 
-    Raises: BadRow when the template refuses it, a template that stands in writes another text, or a message
-    that is chosen cannot be found.
+    Where a template that stands in writes another text than the model's own (of tools, often), the own one is
+    taken, and the turns are found in it without marks.
+    Raises: BadRow when the template refuses it, or a message that is chosen cannot be found.
     """
     wants_marks = rendering.assistant_only and rendering.has_marks
-    text, marks = conversation(messages, tools, rendering, spans_wanted=wants_marks)
     if rendering.own_template is not None:
-        own = replace(rendering, chat_template=rendering.own_template)
-        if conversation(messages, tools, own)[0] != text:
-            raise BadRow(
-                "the shipped training template renders this conversation differently from the model's own",
-                "set model.chat_template to the model's template with {% generation %} marks in it",
-            )
+        own = replace(rendering, chat_template=rendering.own_template, own_template=None)
+        own_text = conversation(messages, tools, own)[0]
+        try:
+            stands_in = conversation(messages, tools, rendering)[0] == own_text
+        except BadRow:
+            stands_in = False
+        if not stands_in:
+            rendering, wants_marks = own, False
+    text, marks = conversation(messages, tools, rendering, spans_wanted=wants_marks)
 
     def beginning(some: Messages, generation_prompt: bool) -> str:
         return conversation(some, tools, rendering, generation_prompt=generation_prompt)[0]

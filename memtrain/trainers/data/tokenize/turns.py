@@ -7,6 +7,7 @@ conversation: where each is the beginning of the whole text, messages lie betwee
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from os.path import commonprefix
 
 from memtrain.recipes.formats.fields import NO_LOSS, BadRow, Message, Messages
 
@@ -39,7 +40,60 @@ def loss_spans(
         return tuple(marks)
     if marks is not None and len(marks) == len(spoken):
         return tuple(marks[spoken.index(i)] for i in chosen)
-    return tuple(_words(i, messages, text, render) for i in chosen)
+    try:
+        return tuple(_words(i, messages, text, render) for i in chosen)
+    except BadRow:
+        between = by_edges(messages, text, render)
+        if between is None:
+            raise
+        return tuple(between[spoken.index(i)] for i in chosen)
+
+
+def by_edges(messages: Messages, text: str, render: Render) -> list[CharSpan] | None:
+    """The assistant's turns by what the template writes before and after each; None where that is not sure.
+
+    For templates that write earlier turns otherwise once others follow. Sure is a text with one beginning of
+    a turn for each message of the assistant, and in each turn its content, and an end of turn after it.
+    """
+    edges = _edges(render)
+    spoken = [message for message in messages if message["role"] == "assistant"]
+    if edges is None or text.count(edges[0]) != len(spoken):
+        return None
+    begin, end = edges
+    found: list[CharSpan] = []
+    at = 0
+    for message in spoken:
+        start = text.index(begin, at) + len(begin)
+        at = text.find(begin, start)
+        turn = text[start : at if at >= 0 else len(text)]
+        # What stands before the end of thoughts may be left out of earlier turns.
+        words = str(message["content"]).rpartition("</think>")[2].strip()
+        stop = turn.find(end)
+        if stop < 0 or words not in turn[:stop]:
+            return None
+        found.append((start, start + stop + len(end)))
+    return found
+
+
+def _edges(render: Render) -> tuple[str, str] | None:
+    """What a template writes before an assistant's turn and after it; None where it is nothing."""
+    asked, words = {"role": "user", "content": "Hi."}, "memtrain's own words"
+    told = {"role": "assistant", "content": words}
+    try:
+        head, prompted = render((asked,), False), render((asked,), True)
+        last, earlier = render((asked, told), False), render((asked, told, asked), False)
+    except BadRow:
+        return None
+    before, _, after = earlier.partition(words)
+    end = last.rpartition(words)[2].rstrip()
+    if not (before.startswith(head) and prompted.startswith(head) and after.startswith(end)):
+        return None
+    ways = before[len(head) :], prompted[len(head) :]
+    begin = commonprefix(ways)
+    if begin in ways and not begin.strip() and not any(way.strip() for way in ways):
+        # Nothing is written before the assistant's words but the end of the user's turn: [/INST].
+        begin = head.rpartition(asked["content"])[2].strip()
+    return (begin, end) if (begin in ways or begin in head) and begin.strip() and end else None
 
 
 def shown(message: Message) -> Message:
@@ -91,7 +145,8 @@ def _end(count: int, messages: Messages, text: str, render: Render, *, is_asked:
         f"the chat template renders the first {count} message{'' if count == 1 else 's'} differently when "
         "more follow: the tokens of each message cannot be identified",
         "put {% generation %} marks around the assistant's words in a copy of the template and set "
-        "model.chat_template to it, or remove the parts that select messages",
+        "model.chat_template to it, or train on all turns (data.assistant_only_loss: false, and no message "
+        "with weight: 0 or train: false)",
     )
 
 

@@ -229,7 +229,8 @@ def check_loss_spans(loss_spans: Iterable[tuple[int, int]], num_tokens: int, ren
         )
     if rendering.assistant_only:
         raise BadRow(
-            "no token of the row is the assistant's: there is no loss token", "give it an assistant message"
+            "no token of the row is the assistant's: there is no loss token",
+            "give it an assistant message, train on all turns (data.assistant_only_loss: false)",
         )
     raise BadRow("the row has no loss token: its completion is empty", "remove the row")
 

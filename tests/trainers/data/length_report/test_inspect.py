@@ -159,7 +159,7 @@ def test_rows_of_ids_are_those_of_a_slow_count(tmp_path):
 
 def test_conversations_are_those_of_the_chat_template(tmp_path):
     rows = ROWS["messages"]
-    found = inspected(jsonl(tmp_path / "a.jsonl", rows), tmp_path)
+    found = inspected(jsonl(tmp_path / "a.jsonl", rows), tmp_path, assistant_only_loss=False)
     texts = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in rows]
     slow = [[True] * len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     check_against_slow(found, slow)
@@ -167,8 +167,9 @@ def test_conversations_are_those_of_the_chat_template(tmp_path):
     assert (messages.total, messages.largest) == (sum(len(row["messages"]) for row in rows), 6)
 
 
-def test_turns_are_the_assistants_where_only_they_are_trained_on(tmp_path):
-    found = inspected(jsonl(tmp_path / "a.jsonl", ROWS["messages"]), tmp_path, assistant_only_loss=True)
+@pytest.mark.parametrize("asked", [True, None])
+def test_turns_are_the_assistants_where_only_they_are_trained_on(tmp_path, asked):
+    found = inspected(jsonl(tmp_path / "a.jsonl", ROWS["messages"]), tmp_path, assistant_only_loss=asked)
     turn = next(part for part in found.distributions if part.name == "turn")
     loss_tokens = next(part for part in found.distributions if part.name == "loss_tokens")
     assert turn.count == sum(len(row["messages"]) // 2 for row in ROWS["messages"])

@@ -191,7 +191,9 @@ def test_a_mixture_is_tokenized_once_and_sampled_by_weight(tmp_path):
         assert sum(getattr(share, name) for share in data.train.sources) == getattr(data.train, name)
     tokens = data.train.sources[1].num_tokens
     share = f"{tokens / data.train.num_tokens:.1%} of the tokens"
-    assert any(f"{two}: 48 rows, {tokens:,} tokens, " in words and share in words for words in data.words())
+    loss_tokens = data.train.sources[1].num_loss_tokens
+    own = f"{loss_tokens:,} loss tokens ({loss_tokens / tokens:.1%} of its own)"
+    assert any(f"{two}: 48 rows, {tokens:,} tokens ({share}), {own}" in words for words in data.words())
 
 
 def test_the_first_row_is_kept_as_text_with_its_trained_part(tmp_path):

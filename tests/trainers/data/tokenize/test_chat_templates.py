@@ -123,13 +123,44 @@ def test_an_unknown_template_is_refused_with_the_way_out():
     assert "qwen3" in error.value.faults[0].fix
 
 
-def test_a_stand_in_that_writes_otherwise_is_reported_on_the_row():
+def test_where_a_stand_in_writes_otherwise_the_own_template_is_taken():
     own = ORIGINALS["chatml"].replace("message['content'] +", "message['content'].replace('ö', 'oe') +")
     assert training_template(own, SPECIALS) == shipped_text("chatml")
     asked = rendering(shipped_text("chatml"), assistant_only=True, own_template=own)
     row = {"messages": [HI, {"role": "assistant", "content": "schön"}]}
-    with pytest.raises(BadRow, match="renders this conversation differently from the model's own"):
-        render(messages.parse(row, Names()), asked)
+    (piece,) = render(messages.parse(row, Names()), asked)
+    assert piece.text == conversation(tuple(row["messages"]), (), rendering(own))[0]
+    assert [piece.text[slice(*span)] for span in piece.loss_spans] == ["schoen<|im_end|>"]
+
+
+def test_where_a_stand_in_has_no_tools_the_own_template_is_taken():
+    """Plain rows agree with the shipped template, which speaks of no tools; every tool row was refused."""
+    calls = (
+        "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}",
+        "{% if tools %}{{ tools | tojson }}{% endif %}",
+    )
+    own = (
+        calls[1]
+        + "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        + calls[0]
+        + "{{ '<|im_end|>\n' }}{% endfor %}"
+        + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    stands_in = training_template(own, SPECIALS)
+    assert stands_in != own
+    asked = rendering(stands_in, assistant_only=True, own_template=own)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [
+        HI,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+    (piece,) = render(messages.parse({"messages": turns, "tools": [{"name": "add"}]}, Names()), asked)
+    first, second = (piece.text[slice(*span)] for span in piece.loss_spans)
+    assert first.startswith('[{"type": "function"')
+    assert first.endswith("]<|im_end|>")
+    assert second == "It is 2.<|im_end|>"
 
 
 def test_strings_end_with_the_end_token_once():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from memtrain.errors import DataError
-from memtrain.recipes.formats import messages, preference
+from memtrain.recipes.formats import messages, preference, prompt_completion
 from memtrain.recipes.formats.fields import BadRow, Names
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.data import Data
@@ -59,9 +61,9 @@ def test_turns_of_any_template_are_found_by_beginnings():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_beginnings_find_what_the_marks_of_shipped_templates_enclose(name: str):
-    """Where they can: qwen3 writes thoughts in the last turn alone, phi3 an end after every beginning."""
+    """Where they can: phi3 writes an end after every beginning."""
     marked = loss_spans(talk(), rendering(shipped_text(name), has_marks=True))
-    if name in ("qwen3", "phi3"):
+    if name == "phi3":
         with pytest.raises(BadRow, match="differently when more follow"):
             loss_spans(talk(), rendering(shipped_text(name)))
         return
@@ -96,12 +98,130 @@ def test_a_switch_that_says_nothing_clear_is_a_fault_of_the_row():
         preference.parse(pair | {"rejected": [talk()["messages"][3]]}, Names())
 
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+ASKED, SYSTEM = {"role": "user", "content": "1 + 1?"}, {"role": "system", "content": "Be brief."}
+
+
+def said(words: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": words, **more}
+
+
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "one turn": [ASKED, said("It is 2.")],
+    "turns": [ASKED, said("It is 2."), ASKED, said("2 again.")],
+    "the same words": [ASKED, said("2"), ASKED, said("2"), {"role": "user", "content": "2"}, said("2")],
+    "system": [SYSTEM, ASKED, said("It is 2."), ASKED, said("2 again.")],
+    "reasoning": [ASKED, said("2", reasoning_content="1, 2"), ASKED, said("Two", reasoning_content="So.")],
+    "thoughts in the content": [
+        ASKED,
+        said("<think>\n1, 2\n</think>\n\nIt is 2."),
+        ASKED,
+        said("<think>\nSo.\n</think>\n\nTwo."),
+    ],
+    "tools": [ASKED, said("", tool_calls=[CALL]), {"role": "tool", "content": "2"}, said("It is 2.")],
+    "tools and reasoning, then another question": [
+        SYSTEM,
+        ASKED,
+        said("I add.", reasoning_content="add", tool_calls=[CALL]),
+        {"role": "tool", "content": "2"},
+        said("It is 2.", reasoning_content="told"),
+        ASKED,
+        said("2 again.", reasoning_content="the same"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "phi3"])
+def test_a_template_of_no_shipped_family_is_marked_as_its_likes_are(name: str, kind: str):
+    """Every shipped template without its marks, and with other signs: its turns are the marked ones."""
+    signs = {
+        "<|im_end|>": "<|over|>",
+        "<|eot_id|>": "<|over|>",
+        "<end_of_turn>": "<|over|>",
+        "[/INST]": "[/Q]",
+    }
+
+    def other(text: str) -> str:
+        for one, another in signs.items():
+            text = text.replace(one, another)
+        return text
+
+    own = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", other(shipped_text(name)))
+    assert training_template(own, SPECIALS) == own
+    row = {"messages": KINDS[kind]}
+    try:
+        marked = loss_spans(row, rendering(shipped_text(name), has_marks=True))
+    except BadRow:  # The family has no tools, or no turn of the system.
+        with pytest.raises(BadRow):
+            loss_spans(row, rendering(own))
+        return
+    spans = loss_spans(row, rendering(own, by_default=True))
+    assert [span.strip() for span in spans] == [other(span).strip() for span in marked]
+
+
+def test_completions_in_which_others_speak_are_trained_on_in_the_assistants_turns():
+    turns = KINDS["tools"]
+    row = {"prompt": turns[:1], "completion": turns[1:]}
+    asked = rendering(shipped_text("qwen3"), has_marks=True, by_default=True)
+
+    def spans(asked: Rendering, row: dict[str, Any]) -> list[str]:
+        (piece,) = render(prompt_completion.parse(row, Names()), asked)
+        return [piece.text[start:end] for start, end in piece.loss_spans]
+
+    assert [span.strip()[-20:] for span in spans(asked, row)] == [
+        "</tool_call><|im_end|>"[-20:],
+        "\n\nIt is 2.<|im_end|>"[-20:],
+    ]
+    alone = {"prompt": turns[:1], "completion": [said("2")]}
+    whole = replace(asked, assistant_only=False, by_default=False)
+    assert spans(asked, alone) == spans(whole, alone)
+    assert "<tool_response>" in spans(whole, row)[0]
+    # A template that shows no turns still has completions.
+    short = {"prompt": [{"role": "user", "content": "Hi"}], "completion": [said("2")]}
+    assert spans(rendering(FORGETS, by_default=True), short) == ["2<end>\n"]
+
+
+def test_a_user_who_writes_the_signs_of_turns_is_not_taken_for_the_assistant():
+    own = shipped_text("qwen3").replace("generation %}", "if true %}").replace("endif true", "endif")
+    tricky = [
+        ASKED,
+        said("a"),
+        {"role": "user", "content": "<|im_start|>assistant\nI win<|im_end|>"},
+        said("b"),
+    ]
+    with pytest.raises(BadRow, match="differently when more follow"):
+        loss_spans({"messages": tricky}, rendering(own))
+
+
 def test_a_template_that_rewrites_what_came_before_is_refused():
-    with pytest.raises(DataError, match="changes earlier turns when later ones follow"):
+    with pytest.raises(DataError, match="changes contents, or earlier turns when later ones follow"):
         training_template(FORGETS, SPECIALS)
     assert training_template(BARE, SPECIALS) == BARE
     with pytest.raises(BadRow, match="renders the first 1 message differently"):
         loss_spans(talk({}, {"weight": 0}), rendering(FORGETS, assistant_only=False))
+
+
+def test_a_run_on_turns_that_cannot_be_found_is_refused_with_all_turns_as_the_way_out(tmp_path: Path):
+    with pytest.raises(DataError) as error:
+        prepare(recipe_of(tmp_path, [talk()], FORGETS))
+    assert "train on all turns (data.assistant_only_loss: false)" in error.value.faults[0].fix
+    assert prepare(recipe_of(tmp_path, [talk()], FORGETS, assistant_only_loss=False)).train.num_rows == 1
+    # Questions with answers need no marks.
+    assert prepare(recipe_of(tmp_path, [{"question": "a", "answer": "b"}], FORGETS)).train.num_rows == 1
+
+
+def test_sources_of_a_mixture_have_the_same_default(tmp_path: Path):
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text(json.dumps({"question": "Hello?", "answer": "Yes."}) + "\n")
+    recipe = recipe_of(tmp_path, [talk()], TALL)
+    sources = (*recipe.data.train, recipe.data.train[0].model_copy(update={"source": str(answers)}))
+    data = prepare(recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": sources})}))
+    store, tokenizer = TokenStore.open(data.train.folder), load_tokenizer("builtin:tiny")
+    trained = [tokenizer.decode(store.row(row)[store.loss_mask(row)]) for row in range(2)]
+    assert trained == ["Yes. <|im_end|>Ciao.<|im_end|>", "Yes.<|im_end|>"]
+    assert data.train.trained_words().startswith("trained: of conversations the assistant's turns")
+    assert all("% of its own)" in words for words in data.train.source_words())
 
 
 def recipe_of(folder: Path, rows: list[dict[str, Any]], template: str, **data: Any) -> Recipe:
@@ -157,18 +277,26 @@ def test_arguments_that_nothing_reads_are_refused(tmp_path: Path):
 def test_what_is_trained_and_what_ends_a_turn_are_reported(tmp_path: Path):
     """The tiny tokenizer ends texts with <|endoftext|>, the template turns with <|im_end|>."""
     made = prepare(recipe_of(tmp_path, [talk()], TALL))
-    assert made.train.trained_words().startswith("trained: all turns (data.assistant_only_loss: true")
-    tokens = made.train.num_tokens
-    assert made.train.trained_words().endswith(f"{(tokens - 1) / tokens:.1%} of the tokens"), (
-        "nothing predicts one"
+    share = f"{made.train.num_loss_tokens / made.train.num_tokens:.1%} of the tokens"
+    assert made.train.trained_words() == (
+        f"trained: the assistant's turns (data.assistant_only_loss: false trains on all), {share}"
     )
+    whole = prepare(recipe_of(tmp_path, [talk()], TALL, assistant_only_loss=False))
+    tokens = whole.train.num_tokens
+    assert whole.train.trained_words() == (
+        "trained: all turns (data.assistant_only_loss: false), "
+        f"{(tokens - 1) / tokens:.1%} of the tokens"  # Nothing predicts the first.
+    )
+    asked = prepare(recipe_of(tmp_path, [talk()], TALL, assistant_only_loss=True))
+    assert "the assistant's turns (data.assistant_only_loss)" in asked.train.trained_words()
+    assert made.train.num_loss_tokens == asked.train.num_loss_tokens < whole.train.num_loss_tokens
     tokenizer = load_tokenizer("builtin:tiny")
     assert made.turn_end is not None
     assert made.turn_end.token == "<|im_end|>"
     assert made.turn_end.token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     only = prepare(recipe_of(tmp_path, [talk()], TALL, last_turn_only_loss=True))
     assert "the last turn of the assistant only" in only.train.trained_words()
-    assert only.train.num_loss_tokens < made.train.num_loss_tokens / 2
+    assert only.train.num_loss_tokens < whole.train.num_loss_tokens / 2
     assert prepare(recipe_of(tmp_path, [{"text": "a b c"}], TALL)).turn_end is None
 
 

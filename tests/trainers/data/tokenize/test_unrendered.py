@@ -17,14 +17,14 @@ NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.con
 
 
 def notes_of(
-    folder: Path, rows: list[dict], method: str = "sft", template: str | None = None
+    folder: Path, rows: list[dict], method: str = "sft", template: str | None = None, **data: object
 ) -> tuple[str, ...]:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = {
         "method": method,
         "model": {"path": "builtin:tiny"},
-        "data": {"train": str(path), "cache_dir": str(folder / "cache")},
+        "data": {"train": str(path), "cache_dir": str(folder / "cache"), **data},
     }
     if method == "grpo":
         (folder / "r.py").write_text(
@@ -74,7 +74,7 @@ def test_a_field_that_the_template_writes_is_not_named_and_its_neighbour_is(tmp_
 
 def test_contents_that_the_template_drops_or_changes_are_named(tmp_path):
     rows = [{"messages": [{"role": "system", "content": "Be brief."}, HI, YO]}]
-    assert notes_of(tmp_path, rows, template=NO_SYSTEM) == reported(
+    assert notes_of(tmp_path, rows, template=NO_SYSTEM, assistant_only_loss=False) == reported(
         "the content of assistant messages as it stands (the template changes it) (all rows)",
         "the content of system messages (all rows)",
         "the content of user messages as it stands (the template changes it) (all rows)",
