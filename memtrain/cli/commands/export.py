@@ -33,6 +33,7 @@ def export(
     print_text(
         f"The {kind} after step {made.step} is in {made.folder} ({made.dtype}, {made.num_files} {files})."
     )
+    print_text(made.compared.words("the checkpoint"))
     if made.why_whole:
         print_text(f"The whole model was in memory at once, not a module at a time: {made.why_whole}.")
 

@@ -29,6 +29,7 @@ def merge(
     print_text(
         f"{merged.num_modules} modules merged; the model is in {whole(merged.folder)} ({merged.dtype})."
     )
+    print_text(merged.compared.words("the adapter on its base"))
     if merged.why_whole:
         print_text(f"The whole model was in memory at once, not a module at a time: {merged.why_whole}.")
     if merged.was_quantized:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from memtrain.errors import ResumeError
 from memtrain.memory.plan.plan import PLAN_FILE, Plan, read_plan
 from memtrain.recipes.registry import METHODS
+from memtrain.recipes.sections.model import Model
 from memtrain.trainers.build.components import build_model
 from memtrain.trainers.checkpoints.checkpoint import Checkpoint, complete_steps, newest_complete
 from memtrain.trainers.checkpoints.manifest import fault_of, read_manifest
@@ -22,12 +24,21 @@ from memtrain.trainers.data.store.token_store import META_FILE, TokenStore
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.model.heads.reward_head import head_of_rewards
 from memtrain.trainers.model.loading.lazy_save import LazyWeights, lazy_weights
-from memtrain.trainers.model.loading.load import DTYPES
+from memtrain.trainers.model.loading.load import DTYPES, load_model
 from memtrain.trainers.model.loading.save import MOST_BYTES, refuse_to_overwrite, save_final
 from memtrain.trainers.model.loading.sharded_init import NeedsWhole, kept_in_parts, kept_of
 from memtrain.trainers.online.rewards.reading import reading_of, write_reading
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.tools.merge import known_dtype
+from memtrain.trainers.tools.same_model import (
+    Difference,
+    Make,
+    difference,
+    outputs,
+    refuse_another,
+    row_of,
+    unchecked_folder,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,8 @@ class Exported:
     num_files: int
     """Files of weights."""
     is_adapter: bool
+    compared: Difference
+    """Distance from the weights of the checkpoint."""
     why_whole: str = ""
     """Reason why the host held the whole model, where it did."""
 
@@ -57,9 +70,11 @@ def export_run(
 
     Works on the CPU, without the engine that trained it; the host holds one module at a time, where
     `why_whole` does not say otherwise. An adapter stays one. Weights are rounded once to `dtype` (the run's
-    own when not given). The run is not touched.
+    own when not given). The run is not touched. Then the checkpoint and what was written read a row of tokens
+    (`same_model`), and what is not the same model is removed.
 
-    Raises: LaunchError when there is no plan or `output` holds something; ResumeError when there is no sound
+    Raises: LaunchError when there is no plan, `output` holds something, or what was written is another model
+    than the checkpoint; ResumeError when there is no sound
     checkpoint of that step.
     """
     plan = read_plan(run / PLAN_FILE)
@@ -69,35 +84,92 @@ def export_run(
     checkpoint = _checkpoint(RunFolder(run), step)
     tokenizer = tokenizer_of(plan.recipe.model)
 
+    is_score = METHODS[plan.recipe.method].head == "score"
+
     def built() -> PreTrainedModel | PeftModel:
         """The model of the plan; its trained weights are still to be read."""
         made = build_model(_on_host(plan), vocab_size=len(tokenizer))
-        if METHODS[plan.recipe.method].head == "score":
+        if is_score:
             head_of_rewards(_base(made)).float()
         return made
 
     why_whole = ""
-    try:
-        with kept_in_parts(lambda shape: range(0)):
+    with unchecked_folder(output) as unchecked:
+        try:
+            with kept_in_parts(lambda shape: range(0)):
+                model = built()
+            state = _state(model, checkpoint, DTYPES[to])
+            save_final(model, tokenizer, unchecked, state, max_shard_bytes=max_shard_bytes)
+        except NeedsWhole as error:
+            why_whole = str(error)
             model = built()
-        state = _state(model, checkpoint, DTYPES[to])
-        save_final(model, tokenizer, output, state, max_shard_bytes=max_shard_bytes)
-    except NeedsWhole as error:
-        why_whole = str(error)
-        model = built()
-        fill_from(checkpoint, "weights", _trained(model), rank=0, world=1, may_hold_more=True)
-        if not isinstance(model, PeftModel):
-            model = model.to(DTYPES[to])  # pyright: ignore[reportArgumentType]
-        save_final(model, tokenizer, output, max_shard_bytes=max_shard_bytes)
-    if METHODS[plan.recipe.method].head == "score" and (Path(plan.data.train.folder) / META_FILE).is_file():
-        write_reading(reading_of(TokenStore.open(plan.data.train.folder).meta), output)
+            fill_from(checkpoint, "weights", _trained(model), rank=0, world=1, may_hold_more=True)
+            if not isinstance(model, PeftModel):
+                model = model.to(DTYPES[to])  # pyright: ignore[reportArgumentType]
+            save_final(model, tokenizer, unchecked, max_shard_bytes=max_shard_bytes)
+        if is_score and (Path(plan.data.train.folder) / META_FILE).is_file():
+            write_reading(reading_of(TokenStore.open(plan.data.train.folder).meta), unchecked)
+        is_adapter = isinstance(model, PeftModel)
+        del model
+        compared = _compared(plan, built, checkpoint, unchecked, to, len(tokenizer), is_adapter=is_adapter)
+        refuse_another(compared, "what was exported", "the checkpoint", checkpoint.path)
     return Exported(
         output,
         checkpoint.manifest.facts.step,
-        "float32" if isinstance(model, PeftModel) else to,
+        "float32" if is_adapter else to,
         len(list(output.glob("*.safetensors"))),
-        isinstance(model, PeftModel),
+        is_adapter,
+        compared,
         why_whole,
+    )
+
+
+def _compared(
+    plan: Plan,
+    built: Make,
+    checkpoint: Checkpoint,
+    written: Path,
+    dtype: str,
+    vocab_size: int,
+    *,
+    is_adapter: bool,
+) -> Difference:
+    """Distance of the written model, or of the written adapter on its base, from a checkpoint."""
+
+    def of_checkpoint(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+        """What reads each trained weight of the checkpoint."""
+
+        def read(name: str, like: Tensor) -> Tensor:
+            made = {f"model.{name}": torch.empty_like(like, device="cpu")}
+            fill_from(checkpoint, "weights", made, rank=0, world=1, may_hold_more=True)
+            return made[f"model.{name}"]
+
+        return {name: partial(read, name, p) for name, p in model.named_parameters() if p.requires_grad}
+
+    def read_back() -> PreTrainedModel:
+        """The model that was written, or the base of the adapter."""
+        named = plan.recipe.model if is_adapter else Model(path=str(written))
+        settings = _on_host(plan).settings
+        return load_model(
+            named,
+            settings if is_adapter else settings.model_copy(update={"dtype": dtype}),
+            seed=plan.recipe.train.seed,
+            vocab_size=vocab_size,
+            head=METHODS[plan.recipe.method].head,
+            is_new=is_adapter,
+            drawn_on=plan.settings.device,
+        )
+
+    row = row_of(plan, vocab_size)
+    expected, _ = outputs(built, row, read=of_checkpoint)
+    return difference(
+        plan,
+        row,
+        expected,
+        read_back,
+        (),
+        "float32" if is_adapter else dtype,
+        written if is_adapter else None,
     )
 
 

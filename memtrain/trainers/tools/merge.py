@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.recipes.registry import METHODS
+from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 from memtrain.trainers.model.loading.adapters import load_adapter
 from memtrain.trainers.model.loading.layers_of_files import without_data
@@ -27,6 +28,14 @@ from memtrain.trainers.model.loading.save import refuse_to_overwrite, save_final
 from memtrain.trainers.model.loading.sharded_init import Kept, NeedsWhole
 from memtrain.trainers.online.rewards.reading import READING_FILE
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.tools.same_model import (
+    Difference,
+    difference,
+    outputs,
+    refuse_another,
+    row_of,
+    unchecked_folder,
+)
 from memtrain.trainers.tools.trained_model import MERGED
 
 
@@ -40,6 +49,8 @@ class Merged:
     """Modules whose weight took an update in."""
     was_quantized: str
     """`4bit` or `8bit` when the adapter was trained on quantized weights; the full ones were merged."""
+    compared: Difference
+    """Distance from the adapter on its base."""
     why_whole: str = ""
     """Reason why the host held the whole model, where it did."""
 
@@ -52,9 +63,10 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
     once, to `dtype` (the run's own when not given). The run is not touched.
 
     Source: W + scale * B A, arXiv:2106.09685, section 4.1; rounding: TRL issue 6688 (merging in bfloat16
-    drifts).
+    drifts). Then both models read a row of tokens (`same_model`), and what is not the same model is removed.
 
-    Raises: LaunchError when the run has no plan or no finished adapter, or `output` holds something.
+    Raises: LaunchError when the run has no plan or no finished adapter, `output` holds something, or the
+    merged model is another one than the adapter on its base.
     """
     folder = RunFolder(run)
     plan = read_plan(run / PLAN_FILE)
@@ -87,19 +99,39 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
             stop_at(made, plan.data.turn_end.token_id)
         return made
 
+    def read_back() -> PreTrainedModel:
+        """The model that was written."""
+        return load_model(
+            Model(path=str(unchecked)),
+            settings.model_copy(update={"dtype": to}),
+            seed=0,
+            vocab_size=len(tokenizer),
+            head=METHODS[plan.recipe.method].head,
+            is_new=False,
+        )
+
     why_whole = ""
-    try:
-        empty, kept = without_data(base)
-        model, num_modules, weights = fold_by_module(empty, kept, str(folder.final), DTYPES[to])
-        save_final(model, tokenizer, output, weights)
-    except NeedsWhole as error:
-        why_whole = str(error)
-        model, num_modules = fold(load_adapter(base(), str(folder.final)), DTYPES[to])
-        save_final(model, tokenizer, output)
-    if (folder.final / READING_FILE).is_file():
-        shutil.copy(folder.final / READING_FILE, output)
+    with unchecked_folder(output) as unchecked:
+        try:
+            empty, kept = without_data(base)
+            model, num_modules, weights = fold_by_module(empty, kept, str(folder.final), DTYPES[to])
+            save_final(model, tokenizer, unchecked, weights)
+        except NeedsWhole as error:
+            why_whole = str(error)
+            model, num_modules = fold(load_adapter(base(), str(folder.final)), DTYPES[to])
+            save_final(model, tokenizer, unchecked)
+        if (folder.final / READING_FILE).is_file():
+            shutil.copy(folder.final / READING_FILE, unchecked)
+        del model
+        row = row_of(plan, len(tokenizer))
+        expected, changed = outputs(base, row, adapter=folder.final)
+        # Of the run's own precision the weights that the adapter changes are rounded, of another one all.
+        compared = difference(
+            plan, row, expected, read_back, changed if to == plan.settings.dtype else (), to
+        )
+        refuse_another(compared, "the merged model", "the adapter on its base", run)
     was_quantized = plan.settings.quantize if plan.settings.quantize != "none" else ""
-    return Merged(output, to, num_modules, was_quantized, why_whole)
+    return Merged(output, to, num_modules, was_quantized, compared, why_whole)
 
 
 def known_dtype(name: str) -> str:

@@ -25,6 +25,7 @@ from memtrain.trainers.model.loading.adapters import add_adapter, load_adapter
 from memtrain.trainers.model.loading.layers_of_files import without_data
 from memtrain.trainers.model.loading.load import load_model
 from memtrain.trainers.model.loading.save import save_final
+from memtrain.trainers.tools import merge
 from memtrain.trainers.tools.merge import fold, fold_by_module, merge_run
 
 TinyModel = Callable[..., Any]
@@ -214,6 +215,44 @@ def test_merging_a_run_gives_a_model_that_transformers_reads(tmp_path: Path):
     assert json.loads((merged.folder / "config.json").read_text())["model_type"] == "qwen3"
     with pytest.raises(LaunchError, match="exists already"):
         merge_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_merged_model_is_compared_with_its_adapter(dtype: str, tmp_path: Path):
+    """The difference is rounding's, of each precision; the row is of fixed tokens where no data is kept."""
+    finished_run(tmp_path / "run", Adapter(r=4, target_modules=("q_proj", "lm_head")))
+    found = merge_run(tmp_path / "run", dtype=dtype).compared
+    assert found.row == "a row of 32 fixed tokens"
+    assert 0 <= found.mean <= 2 * found.rounding + 1e-6
+    assert found.mean <= found.largest
+    assert (found.mean > 1e-5) is (dtype != "float32")
+    assert "log-probs differ by" in found.words("the adapter on its base")
+
+
+@pytest.mark.parametrize("fault", ["shared", "scale", "nan"])
+def test_a_merged_model_that_is_another_is_refused_and_removed(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """An update in both of two tied weights, one that is twice too large, and weights that are no numbers."""
+    finished_run(tmp_path / "run", Adapter(r=4, target_modules=("q_proj", "lm_head")))
+    plain = merge._add_update
+
+    def twice(layer: Any, dtype: torch.dtype) -> None:
+        layer.scaling = {name: 2 * scale for name, scale in layer.scaling.items()}
+        plain(layer, dtype)
+
+    def nan(layer: Any, dtype: torch.dtype) -> None:
+        layer.get_base_layer().weight.data.fill_(float("nan"))
+
+    wrong = {
+        "shared": ("_untie", lambda *_: None),
+        "scale": ("_add_update", twice),
+        "nan": ("_add_update", nan),
+    }
+    monkeypatch.setattr(merge, *wrong[fault])
+    with pytest.raises(LaunchError, match="the merged model is not the same model as the adapter"):
+        merge_run(tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"plan.json", "final"}
 
 
 def test_a_head_trained_apart_from_its_tied_embedding_is_merged_as_untied(
