@@ -7,7 +7,7 @@ from pathlib import Path
 
 from memtrain.cli.launch.slurm_queue import has_slurm, job_state, read_record
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
-from memtrain.trainers.protocols.events import EvalEvent, StepEvent
+from memtrain.trainers.protocols.events import REWARD, EvalEvent, StepEvent
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.lock import read_owner
 from memtrain.trainers.run_folder.metrics import read_metrics
@@ -21,7 +21,7 @@ class RunStatus:
     state: str
     steps: str
     loss: str
-    eval_loss: str
+    held_out: str
     checkpoint: str
     job: str
     log: str
@@ -32,7 +32,7 @@ class RunStatus:
             "state": self.state,
             "step": self.steps,
             "loss": self.loss,
-            "held-out": self.eval_loss,
+            "held-out": self.held_out,
             "saved": self.checkpoint,
             "job": self.job,
             "log": self.log,
@@ -58,11 +58,18 @@ def run_status(path: Path) -> RunStatus:
         state=_state(folder),
         steps=f"{steps[-1].step if steps else 0} of {plan.settings.max_steps}",
         loss=f"{steps[-1].loss:.4f}" if steps else "",
-        eval_loss=f"{evals[-1].loss:.4f} after step {evals[-1].step}" if evals else "",
+        held_out=held_out_words(evals[-1]) if evals else "",
         checkpoint=saved[-1].name if saved else "",
         job=_job(path),
         log=str(log_of(path)) if log_of(path).is_file() else "",
     )
+
+
+def held_out_words(event: EvalEvent) -> str:
+    """The held-out loss, or the reward where completions were written and judged: its loss is minus that."""
+    is_reward = REWARD in event.extra
+    number = f"reward {event.extra[REWARD]:.4f}" if is_reward else f"{event.loss:.4f}"
+    return f"{number} after step {event.step}"
 
 
 def log_of(path: Path) -> Path:

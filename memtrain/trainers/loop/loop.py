@@ -345,7 +345,7 @@ def _emit(run: Run, work: StepWork, totals: dict[str, float], seconds: float, ro
             seconds=seconds,
             rollout_s=rollout_s,
             peak_bytes=peak or None,
-            epoch=work.epoch,
+            epoch=work.passes,
             sequences=work.num_sequences,
             extra=means_of(run.step.method, sums, work.denominator),
         )

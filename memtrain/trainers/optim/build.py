@@ -116,8 +116,13 @@ def _muon(groups: list[Group], recipe: Optim) -> Optimizer:
 
 
 def _sgd(groups: list[Group], recipe: Optim) -> Optimizer:
-    """Gradient descent without momentum: no state at all."""
-    return torch.optim.SGD(groups, lr=recipe.lr, fused=True)
+    """Gradient descent without momentum: no state at all.
+
+    torch's fused kernel for CPUs writes no vector of half-precision weights (torch 2.13): of these it steps
+    the numbers after the last whole vector alone.
+    """
+    is_half_on_host = any(p.device.type == "cpu" and p.dtype in HALF for g in groups for p in g["params"])
+    return torch.optim.SGD(groups, lr=recipe.lr, fused=not is_half_on_host, foreach=False)
 
 
 def _bitsandbytes(name: str) -> Callable[[list[Group], Optim], Optimizer]:

@@ -40,7 +40,7 @@ class StepEvent:
     peak_bytes: int | None = None
     """Highest peak of a rank during the step: CUDA allocator, or resident memory on a CPU."""
     epoch: float = 0.0
-    """Passes over the data so far."""
+    """Passes over the data so far, this step included: 1.5 in the middle of the second."""
     sequences: int = 0
     """Sequences (rows, or packed ones) of the step."""
     extra: Mapping[str, float] = field(default_factory=dict)

@@ -87,6 +87,8 @@ class StepWork:
     num_sequences: int
     num_loss_tokens: int | None = None
     """Loss tokens of the whole step, where the denominator counts something else."""
+    passes: float = 0.0
+    """Passes over the data when it is done: 1.5 in the middle of the second epoch."""
 
 
 class StepSource(Protocol):
@@ -136,6 +138,7 @@ class Steps:
             num_tokens=int(self.feed.tokens[sequences].sum()),
             num_loss_tokens=int(self.feed.loss_tokens[sequences].sum()),
             num_sequences=len(sequences),
+            passes=number + (index + 1) / epoch.num_steps,
         )
 
     def most_tokens(self, first: int, end: int) -> int:

@@ -111,7 +111,8 @@ def outputs(
         model, kept = make(), {}
     others = {} if read is None else read(model)
     kept = {name: _in_float32(name, one, others.get(name), moved, step) for name, one in kept.items()}
-    made: Any = model if adapter is None else load_adapter(model, str(adapter))
+    base: Any = model
+    made: Any = base if adapter is None else load_adapter(base, str(adapter))
     made.eval()
     if kept:
         read_layers_when_called(made, kept, torch.device("cpu"))

@@ -60,6 +60,12 @@ def test_a_step_is_the_same_whatever_was_asked_before(steps: Steps):
     assert sequences(fresh, 7) == later
 
 
+def test_a_step_tells_the_share_of_the_data_that_was_passed(steps: Steps):
+    """Ten rows in steps of four: three steps an epoch."""
+    passes = [steps.work(step, rank=0, num_ranks=1).passes for step in range(6)]
+    assert passes == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
+
+
 def test_ranks_share_a_step_and_its_denominator(steps: Steps):
     alone = steps.work(1, rank=0, num_ranks=1)
     shared = [steps.work(1, rank=rank, num_ranks=2) for rank in range(2)]

@@ -247,7 +247,32 @@ def alone_bound(model: PreTrainedModel, hidden_TD: Tensor) -> float:
 def _hidden(model: PreTrainedModel, ids_T: Tensor, layout: Layout | None = None) -> Tensor:
     """[T, D], the last hidden states; without a layout, of a row alone."""
     kwargs = {"position_ids": layout.position_ids, "layout": layout} if layout is not None else {}
-    return backbone_of(model)(input_ids=ids_T[None], use_cache=False, **kwargs)[0][0]
+    hidden_TD: Tensor = backbone_of(model)(input_ids=ids_T[None], use_cache=False, **kwargs)[0][0]
+    if not hidden_TD.isfinite().all():
+        raise _not_finite(model)
+    return hidden_TD
+
+
+def _not_finite(model: PreTrainedModel) -> LaunchError:
+    """The error about hidden states that are no finite numbers: of weights that are none, or of a precision
+    that they do not fit into."""
+    where = str(model.config.name_or_path or model.config.model_type)
+    counts = {name: int((~p.detach().isfinite()).sum()) for name, p in model.named_parameters()}
+    wrong = {name: count for name, count in counts.items() if count}
+    if wrong:
+        name = next(iter(wrong))
+        more = f", and {len(wrong) - 1:,} more weights have some" if len(wrong) > 1 else ""
+        return LaunchError(
+            f"the weights of the model are no finite numbers: {name} has {wrong[name]:,} of them "
+            f"(NaN or infinite){more}",
+            where,
+            "take the weights of another checkpoint, or download them again",
+        )
+    return LaunchError(
+        f"the model's hidden states overflow in {str(model.dtype).removeprefix('torch.')}",
+        where,
+        "set model.dtype to bfloat16 or float32",
+    )
 
 
 def _distance(found: Sequence[Tensor], expected: Sequence[Tensor], largest: Tensor) -> float:

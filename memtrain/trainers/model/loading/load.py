@@ -337,8 +337,9 @@ def _check_no_more_layers(origin: Origin, model: PreTrainedModel, unread: Iterab
     names = set(model.state_dict())
     for name in sorted(unread):
         number = _NUMBER.search(name)
-        is_like = number is not None and _NUMBER.sub(".0.", name, count=1) in names
-        if is_like and int(number[1]) >= count + behind:
+        if number is None or _NUMBER.sub(".0.", name, count=1) not in names:
+            continue
+        if int(number[1]) >= count + behind:
             raise LaunchError(
                 f"{origin.path} has weights of more layers than its config.json, by which there are {count}: "
                 f"{name}",

@@ -159,7 +159,7 @@ def _misread(error: Exception, given: Mapping[str, Any], file: str) -> LaunchErr
     words = words_of(error)
     field = _FIELD.search(words)
     key = field[1] if field is not None else _refused_for(given)
-    kinds = [_WORDS.get(one, one) for one in dict.fromkeys(_EXPECTED.findall(words))]
+    kinds = [str(_WORDS.get(one, one)) for one in dict.fromkeys(_EXPECTED.findall(words))]
     rule = f"it must be {' or '.join(kinds)}" if kinds else f"transformers refuses it ({words})"
     if not key:
         return LaunchError(f"transformers cannot read {file}: {words}", file, PUBLISHED_FIX)

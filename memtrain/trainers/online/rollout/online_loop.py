@@ -341,6 +341,7 @@ class OnlineSteps:
             num_tokens=int(self.feed.tokens[sequences].sum()),
             num_sequences=len(answers),
             num_loss_tokens=int(window.length_A[answers].sum()),
+            passes=base.passes,
         )
 
     def _is_last_update(self, step: int) -> bool:

@@ -34,6 +34,10 @@ UPDATE_LIMIT = 1e-4
 """Difference of the moved weights over the largest move, with one gradient on both sides, float32; besides
 two rounding steps of the weight itself."""
 
+STILL_LIMIT = 0.01
+"""Share of the weights that had to move and may stand still: none do but for a step of float32 that is itself
+at the limit."""
+
 LOSS_HALF = 1e-2
 """Bound of a step without log-probs, in half precision: bfloat16's precision of a nat."""
 
@@ -58,6 +62,21 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
+class Moves:
+    """Weights that a step had to move, and those of them that it left where they were."""
+
+    num_due: int
+    num_still: int
+    where: str = ""
+    """The parameter with the most that stand still."""
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether they moved."""
+        return self.num_still <= STILL_LIMIT * self.num_due
+
+
+@dataclass(frozen=True, slots=True)
 class StepDifferences:
     """Differences of a step between two sides."""
 
@@ -69,6 +88,8 @@ class StepDifferences:
     """Of the weights after the step, by the same gradient on both sides."""
     by_parameter: Mapping[str, float]
     """Differences of which `gradients` is the largest."""
+    moves: Moves
+    """Of the planned side: both sides may have an optimizer that does nothing."""
 
     def named(self) -> dict[str, Difference]:
         """Differences that were measured."""
@@ -107,6 +128,7 @@ def differences(
         gradients=Difference(gradients[0], gradient_limit, gradients[1]),
         update=update_difference(planned.weights, plain.weights, before),
         by_parameter=by_parameter,
+        moves=moves_of(planned, before, yardstick),
     )
 
 
@@ -168,6 +190,29 @@ def update_difference(
         if not apart - limit <= worst.value - worst.limit or not worst.where:
             worst = Difference(apart, limit, name)
     return worst
+
+
+def moves_of(planned: Recorded, before: Mapping[str, Tensor], yardstick: Recorded | None) -> Moves:
+    """Weights that had to move by two rounding steps or more, and did not move at all.
+
+    By the float32 step of the same gradients; without one, where nothing moved, by the rate times the
+    gradients, which is what gradient descent moves by and less than other optimizers do.
+    """
+    num_due, still = 0, dict[str, int]()
+    moved = {name: planned.weights[name] != weight for name, weight in before.items()}
+    if yardstick is None and any(bool(one.any()) for one in moved.values()):
+        return Moves(0, 0)
+    for name, weight in before.items():
+        if yardstick is not None:
+            update = (yardstick.weights[name].double() - weight.double()).abs()
+        else:
+            update = planned.rate * planned.gradients.get(name, torch.zeros_like(weight)).double().abs()
+        info = torch.finfo(weight.dtype)
+        due = update >= 2 * info.eps * weight.double().abs().clamp(min=float(info.tiny))
+        num_due += int(due.sum())
+        if count := int((due & ~moved[name]).sum()):
+            still[name] = count
+    return Moves(num_due, sum(still.values()), max(still, key=lambda name: still[name], default=""))
 
 
 def _loss_limit(plain: Recorded) -> float:

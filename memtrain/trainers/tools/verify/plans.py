@@ -133,6 +133,7 @@ def whole_step(work: StepWork, *, num_micro_batches: int) -> StepWork:
         num_tokens=work.num_tokens,
         num_sequences=work.num_sequences,
         num_loss_tokens=work.num_loss_tokens,
+        passes=work.passes,
     )
 
 

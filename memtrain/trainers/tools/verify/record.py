@@ -35,6 +35,8 @@ class Recorded:
     """Before clipping."""
     weights: dict[str, Tensor]
     """Trained weights after the update."""
+    rate: float
+    """Learning rate of the update."""
     num_micro_batches: int
     longest_answer: int
     """Scored tokens of the sequence that has most, where the loss sums them; 0 where it takes each alone."""
@@ -101,6 +103,7 @@ class Side:
             score_N=torch.cat(self._scores) if self._scores else None,
             gradients=own,
             weights=trained_weights(self.built),
+            rate=float(self.built.optimizer.param_groups[0]["lr"]),
             num_micro_batches=len(work.micro_batches),
             longest_answer=int(feed.loss_tokens[work.sequences].max(initial=1)) if sums_answers else 0,
         )

@@ -19,7 +19,7 @@ from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.offload.copy_engines import LazyEngine
 from memtrain.trainers.protocols.feed import StepWork
 from memtrain.trainers.tools.verify.alone import probe_alone
-from memtrain.trainers.tools.verify.compare import Difference, StepDifferences, differences
+from memtrain.trainers.tools.verify.compare import STILL_LIMIT, Difference, StepDifferences, differences
 from memtrain.trainers.tools.verify.contamination import probe_contamination
 from memtrain.trainers.tools.verify.evidence import Ran as Watched
 from memtrain.trainers.tools.verify.evidence import Watch, offloader_of, traces
@@ -85,7 +85,12 @@ def verify(plan: Plan, *, steps: int = 2, notes: Sequence[str] = ()) -> Verifica
     pair = build_pair(deterministic(plan), rollouts)
     found = compare_steps(pair, steps)
     checks = [_worst(name, [step.named() for step in found.steps]) for name in _names(found.steps)]
-    checks += [_contamination(pair, found.work), _alone(pair, found.work), _ran(pair, found)]
+    checks += [
+        _moves(found.steps),
+        _contamination(pair, found.work),
+        _alone(pair, found.work),
+        _ran(pair, found),
+    ]
     ran = _ran_of(found.ran, pair.planned), _ran_of(found.plainly, pair.plain)
     del pair
     gc.collect()
@@ -208,6 +213,23 @@ def _worst(name: str, steps: Sequence[Mapping[str, Difference]]) -> Check:
         limit=worst.limit,
         where=worst.where,
         says=f"{name} {differ} by {worst.value:.1e}{at}; {worst.limit:.1e} is allowed",
+    )
+
+
+def _moves(steps: Sequence[StepDifferences]) -> Check:
+    """Whether the optimizer moved what it had to move: the plain side has the same one."""
+    worst = max((step.moves for step in steps), key=lambda one: one.num_still / max(1, one.num_due))
+    num_due = sum(step.moves.num_due for step in steps)
+    return _check(
+        "moves",
+        worst.is_fine,
+        worst.num_still / max(1, worst.num_due),
+        STILL_LIMIT,
+        worst.where,
+        f"the optimizer moved all {num_due:,} weights whose update is above a rounding step"
+        if worst.is_fine
+        else f"the optimizer left {worst.num_still:,} of {worst.num_due:,} weights where they were, though "
+        f"their update is above a rounding step, most of {worst.where}",
     )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from memtrain.errors import LaunchError
 from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.trainers.model.attention import functions, set_attention
-from memtrain.trainers.model.attention.isolation_check import verify_isolation
+from memtrain.trainers.model.attention.isolation_check import verify_causal, verify_isolation
 from memtrain.trainers.model.attention.two_part import PLAIN
 
 SHAPE = {
@@ -51,6 +51,28 @@ def test_a_plain_model_passes_and_its_rows_do_not_move_each_other_by_a_bit(tiny_
     assert (found.packed_seen, found.shared_seen) == (0.0, 0.0)
     assert found.shared_alone is not None
     assert max(found.packed_alone, found.shared_alone) < (1e-6 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("check", [verify_causal, lambda m: verify_isolation(m, AttentionBackend.TORCH_CPU)])
+def test_weights_that_are_no_numbers_are_reported_as_such(tiny_llama, check: Callable, value: float):
+    """They were told as a model that is not causal, or whose rows influence each other."""
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[3, :2] = value
+    with pytest.raises(
+        LaunchError, match=r"no finite numbers: model\.layers\.1\.self_attn\.k_proj\.weight has 2"
+    ):
+        check(model)
+
+
+def test_hidden_states_that_overflow_are_reported_with_the_precision(tiny_llama):
+    model = tiny_llama().half()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(6e4)
+        model.model.layers[0].mlp.up_proj.weight.fill_(6e4)
+    with pytest.raises(LaunchError, match="overflow in float16"):
+        verify_causal(model)
 
 
 def test_shared_prompts_are_left_out_when_not_asked_for(tiny_llama):
