@@ -113,9 +113,10 @@ def rescue(
 
 def _read(name: str) -> str:
     from memtrain.errors import RecipeError
+    from memtrain.recipes.reading.regular_file import read_regular
 
     try:
-        return Path(name).read_text(encoding="utf-8", errors="replace")
+        return read_regular(name, errors="replace")
     except OSError as error:
         raise RecipeError(
             f"{name} cannot be read: {error.strerror}", "--traceback", "name the file of the traceback"

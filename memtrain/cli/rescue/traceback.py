@@ -15,10 +15,11 @@ _UNITS = {
     "MB": 2**20,
     "GB": 2**30,
 }
-_SIZE = r"([\d.]+) ?(bytes?|B|[KMGT]i?B)\b"
+_SIZE = r"([\d.]{1,20}) ?(bytes?|B|[KMGT]i?B)\b"
 
 MOST_LETTERS = 2**20
-"""Letters of a traceback that are read, its end. Taste."""
+"""Letters of a traceback that are read, its end. Taste. Every repetition in this file's patterns is bounded:
+otherwise blank lines, digits or a word without end are read anew from each of their letters."""
 
 MOMENTS: tuple[tuple[str, str], ...] = (
     (r"merge_and_unload|merge_adapter", "merging"),
@@ -53,33 +54,38 @@ MESSAGE_LETTERS = 1500
 """Letters of one message of torch, at most. Taste."""
 
 _MARK = re.compile(
-    r"^\s*(?:\[?rank:?\s*(\d+)\]?:|\([\w.:]+(?: [\w.:]+)* pid=\d+[^)]*\)(?: ERROR [^\]]*\])?)\s?"
+    r"^[^\S\n]{0,80}(?:\[?rank:?\s{0,9}(\d{1,9})\]?:|"
+    r"\([\w.:]{1,80}(?: [\w.:]{1,80}){0,9} pid=\d{1,9}[^)]{0,80}\)(?: ERROR [^\]]{0,200}\])?)\s?"
 )
 """Marks of launchers before each line of a process: torchrun `[rank3]:`, Ray and vLLM `(Worker pid=7)`."""
 
-_FRAME = r"Traceback|File \"|line \d+"
+_FRAME = r"Traceback|File \"|line \d"
 """Words of frames."""
 
-_RANK = re.compile(r"^\s*\[rank(\d+)\]:|\blocal_rank: (\d+)|^\s*rank\s*:\s*(\d+) ", re.M)
+_RANK = re.compile(
+    r"^[^\S\n]{0,80}\[rank(\d{1,9})\]:|\blocal_rank: (\d{1,9})|^[^\S\n]{0,80}rank\s{0,20}:\s{0,20}(\d{1,9}) ",
+    re.M,
+)
 
 _DEVICE = re.compile(
-    r"(?:CUDA|HIP|torch\.\S*) (?:out of memory|error: out of memory)|Tried to allocate [\d.]+ ?[KMGT]i?B\b|"
+    r"(?:CUDA|HIP|torch\.\S{0,80}) (?:out of memory|error: out of memory)|"
+    r"Tried to allocate [\d.]{1,20} ?[KMGT]i?B\b|"
     r"torch\.(?:cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|cumem_allocator|"
-    r"cuda\w* failure (?:2\b|'out of)",
+    r"cuda\w{0,40} failure (?:2\b|'out of)",
     re.I,
 )
 """Words of a card that had no memory."""
 
 _NCCL = re.compile(
-    r"(?:NCCL|nccl\w*Error)[\s\S]{0,2000}?(?:Cuda failure 2\b|Cuda failure 'out of memory'|"
+    r"(?:NCCL|nccl\w{0,40}Error)[\s\S]{0,2000}?(?:Cuda failure 2\b|Cuda failure 'out of memory'|"
     r"Failed to CUDA (?:calloc|malloc))",
     re.I,
 )
 """Words of NCCL's where the card has no memory for its buffers."""
 
 HOST = (
-    r"DefaultCPUAllocator|not enough memory: you|Cannot allocate memory|oom[-_ ]kill|exitcode\s*: -9|SIGKILL|"
-    r"Killed|node running low on memory|Unable to allocate .* for an array|MemoryError\b"
+    r"DefaultCPUAllocator|not enough memory: you|Cannot allocate memory|oom[-_ ]kill|exitcode\s{0,20}: -9|"
+    r"SIGKILL|Killed|node running low on memory|Unable to allocate .{0,200} for an array|MemoryError\b"
 )
 """Words of a process that the host had no memory for."""
 
@@ -90,7 +96,7 @@ _HOST_MOMENTS = {
 """The last progress that a killed process printed, by moment."""
 
 _VLLM: tuple[tuple[str, str], ...] = (
-    (r"Free memory on device .* is less than desired GPU memory utilization", "start"),
+    (r"Free memory on device .{0,200} is less than desired GPU memory utilization", "start"),
     (r"No available memory for the cache blocks", "cache"),
     (r"KV cache is needed, which is larger than the available KV cache memory", "length"),
 )
@@ -153,7 +159,7 @@ def read_traceback(text: str) -> OomReport:
         rf"total capaci?ty of {_SIZE}",
         rf"{_SIZE} total capaci?ty",
         rf"{_SIZE} capacity",
-        rf"device \([\d.]+/{_SIZE}\)",
+        rf"device \([\d.]{{1,20}}/{_SIZE}\)",
     )
     allocated = _size(message, rf"{_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated")
     idle = _size(message, rf"{_SIZE} is reserved by PyTorch but unallocated")
@@ -162,10 +168,12 @@ def read_traceback(text: str) -> OomReport:
         idle = max(0, reserved - allocated)
     if reserved is None and idle is not None and allocated is not None:
         reserved = allocated + idle
-    free = _size(message, rf"of which {_SIZE} is free", rf"{_SIZE} free", r"device \(([\d.]+)/[\d.]+ (GiB)\)")
+    free = _size(
+        message, rf"of which {_SIZE} is free", rf"{_SIZE} free", r"device \(([\d.]{1,20})/[\d.]{1,20} (GiB)\)"
+    )
     others = None if capacity is None or free is None else _others(message, capacity - free, reserved)
     ranks = [int(next(filter(None, one))) for one in _RANK.findall(text)]
-    device = re.search(r"\bGPU (\d+)(?: has a total|;)", message)
+    device = re.search(r"\bGPU (\d{1,9})(?: has a total|;)", message)
     return OomReport(
         moment=_last_progress(text) if on_host else _moment(frames),
         asked_bytes=_size(message, rf"[Tt]ried to allocate {_SIZE}"),
@@ -187,10 +195,10 @@ def read_traceback(text: str) -> OomReport:
 def _others(message: str, taken: int, reserved: int | None) -> int | None:
     """Bytes of other processes, of those that are taken of a card; None where nothing tells this one's."""
     mine = _size(message, rf"this process has {_SIZE} memory in use", rf"this process has {_SIZE}")
-    listed = re.findall(r"\bProcess \d+ has ", message)
+    listed = re.findall(r"\bProcess \d{1,9} has ", message)
     if mine is None and reserved is not None and len(listed) == 1:
         # One process on the card that holds what torch reserved is this one.
-        alone = _size(message, rf"\bProcess \d+ has {_SIZE} memory in use") or 0
+        alone = _size(message, rf"\bProcess \d{{1,9}} has {_SIZE} memory in use") or 0
         mine = alone if alone >= reserved else None
     held = mine or reserved
     # Where a message does not say what the process holds, its CUDA context is in the rest.

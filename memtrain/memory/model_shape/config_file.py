@@ -10,6 +10,7 @@ from typing import Any, NoReturn, cast
 
 from memtrain.errors import Fault, LaunchError
 from memtrain.memory.model_shape.config_names import INSIDE, OTHER_NAMES
+from memtrain.recipes.reading.regular_file import check_regular, open_regular
 
 MAX_BYTES = 16 * 2**20
 """Largest config.json that is read. Taste: the longest of the hub are under 1 MiB."""
@@ -121,6 +122,8 @@ def read_config_json(file: Path, key: str) -> dict[str, Any]:
     Raises: LaunchError at the `key` of the recipe that names it when there is none, or it is no model's.
     """
     refuse_run_folder(file, key)
+    if file.is_dir():
+        refuse_pipes(file, key)
     file = file / "config.json" if file.is_dir() else file
     given = read_json_object(file, key, "give a folder with a config.json")
     check_values(given, str(file))
@@ -146,6 +149,21 @@ def refuse_run_folder(folder: Path, key: str) -> None:
         )
 
 
+def refuse_pipes(folder: Path, key: str) -> None:
+    """Refuse a model's folder in which anything is a pipe, a socket or a device: who opened it would wait.
+
+    Raises: LaunchError at the `key` of the recipe that names it.
+    """
+    try:
+        for path in sorted(folder.iterdir()):
+            if not path.is_dir():
+                check_regular(path)
+    except OSError as error:
+        raise LaunchError(
+            f"{error.filename} cannot be read: {error.strerror}", key, "give a folder of a model's files"
+        ) from None
+
+
 def read_json_object(file: Path, key: str, missing: str = "") -> dict[str, Any]:
     """The JSON object in a file of a model. `missing`: the way out where there is no such file.
 
@@ -153,7 +171,7 @@ def read_json_object(file: Path, key: str, missing: str = "") -> dict[str, Any]:
     """
     again = "copy or download it again"
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             raw = opened.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise LaunchError(f"there is no file {file}", key, missing or again) from None

@@ -11,6 +11,7 @@ from typing import Any, cast
 import yaml
 
 from memtrain.recipes.importers.tool import ToolReading, ToolRule
+from memtrain.recipes.reading.regular_file import read_regular
 from memtrain.recipes.trl.rules import Automatic, ReadTogether
 
 UNREAD_STAGE = (
@@ -52,7 +53,7 @@ def _deepspeed_of(value: object) -> tuple[int, str] | None:
         path = Path(value)
         if path.suffix == ".json" and path.is_file():
             try:
-                value = json.loads(path.read_text(encoding="utf-8"))
+                value = json.loads(read_regular(path))
             except (OSError, ValueError):
                 return None
         else:
@@ -131,7 +132,7 @@ def trainers_engine(reading: ToolReading) -> None:
 def accelerate_file(path: Path) -> tuple[str | None, int | None]:
     """(accelerate's engine as TRL names it, its processes) of a file that is here; None for what it lacks."""
     try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        read = yaml.safe_load(read_regular(path))
     except (OSError, ValueError, yaml.YAMLError):
         return None, None
     if not isinstance(read, Mapping):

@@ -25,6 +25,7 @@ from memtrain.recipes.importers.tool import Tool, ToolReading, read_keys
 from memtrain.recipes.importers.unsloth import UNSLOTH
 from memtrain.recipes.importers.verl import VERL
 from memtrain.recipes.reading.load import load_text, read_mapping
+from memtrain.recipes.reading.regular_file import read_regular
 from memtrain.recipes.reading.yaml_tree import plain
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
@@ -139,7 +140,7 @@ def _text(path: Path) -> str:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise RecipeError(f"{path} is longer than a configuration", str(path), "name the configuration")
-        return path.read_text(encoding="utf-8")
+        return read_regular(path)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", str(path), "name a text file") from None
 

@@ -14,6 +14,7 @@ from memtrain.recipes.reading.environment import EnvironmentText, environment_te
 from memtrain.recipes.reading.interpolate import interpolated
 from memtrain.recipes.reading.named_sets import with_named_sets
 from memtrain.recipes.reading.overrides import apply_overrides, merged, path_of
+from memtrain.recipes.reading.regular_file import open_regular
 from memtrain.recipes.reading.shipped import configs_dir, find_recipe, shipped_names
 from memtrain.recipes.reading.texts import check_texts, is_too_long
 from memtrain.recipes.reading.validate import part_without_faults, recipe_of
@@ -208,7 +209,7 @@ def _text(path: Path, asked_at: Place | None) -> str:
             f"{path} --model MODEL; dpo for pairs)",
         )
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise RecipeError(f"there is no file {path}", where, "check the path") from error

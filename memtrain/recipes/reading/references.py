@@ -38,6 +38,16 @@ from memtrain.recipes.reading.yaml_tree import (
 MAX_TEXT = 10_000
 """Letters of a value with `${...}`, before and after (values that double each other grow without end)."""
 
+MAX_PARSED = 10_000
+"""Letters in `${...}` of other forms than a plain key or variable, in a whole recipe: the parser takes 0.2 ms
+for each."""
+
+PLAIN = re.compile(r"\$\{(?:(\.*[A-Za-z_]\w*(?:\.\w+)*)|oc\.env:([A-Za-z_]\w*))\}")
+"""A key, or a variable, without defaults and brackets: read here."""
+
+WORDS = ("true", "false", "null", "none", "inf", "nan")
+"""Names that OmegaConf reads as values."""
+
 MAX_CHAIN = 50
 """Values that may refer to each other in a row."""
 
@@ -141,6 +151,7 @@ class Interpolation:
         """Environment variables that were read, with their text."""
         self.known: dict[Path, Node] = {}
         self.open: list[Path] = []
+        self.letters_parsed = 0
 
     def node(self, node: Node, path: Path) -> Node:
         """A node with every `${...}` in it replaced; a reference that cannot be replaced is noted and
@@ -191,6 +202,14 @@ class Interpolation:
         """
         if len(text) > MAX_TEXT:
             raise _too_long()
+        if rule == "configValue" and (plain := self._plain(text, leaf, path)) is not None:
+            return plain
+        self.letters_parsed += text.rfind("}") + 1 - max(0, text.find("${"))
+        if self.letters_parsed > MAX_PARSED:
+            raise _Broken(
+                f"more than {MAX_PARSED:,} letters of the recipe are in ${{...}} with defaults or brackets",
+                "write some of these values out, or as plain ${section.key}",
+            )
         if _depth(text) > MAX_DEPTH:
             raise _Broken(f"more than {MAX_DEPTH} ${{...}} inside each other", "write some of them out")
         visitor = _Visitor(
@@ -208,6 +227,32 @@ class Interpolation:
         except InterpolationResolutionError as error:
             raise _Broken(str(error).splitlines()[0], FIX) from error
         return made.whole() if isinstance(made, _Found) else _as_node(made, leaf.place)
+
+    def _plain(self, text: str, leaf: Leaf, path: Path) -> Node | None:
+        """The node of a text whose references are all plain ones; None for any other text.
+
+        Raises: _Broken.
+        """
+        if "\\" in text or text.count("${") != len(list(PLAIN.finditer(text))):
+            return None
+        made: list[str] = []
+        end = letters = 0
+        for found in PLAIN.finditer(text):
+            key, variable = found.groups()
+            if (key or variable).lower() in WORDS:
+                return None
+            if variable is not None:
+                one = self._resolved("oc.env", [_Argument(variable, variable)], leaf, path)
+            else:
+                one = self._of_key(key, leaf, path)
+            if found[0] == text:
+                return one.whole()
+            made += [text[end : found.start()], str(one)]
+            letters += len(made[-1])
+            if letters > MAX_TEXT:
+                raise _too_long()
+            end = found.end()
+        return _as_node("".join([*made, text[end:]]), leaf.place)
 
     def _of_key(self, name: str, leaf: Leaf, path: Path) -> _Found:
         """The value of a key, at the leaf's place where it is a single value."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memtrain.errors import DataError
+from memtrain.recipes.reading.regular_file import read_regular
 
 ADD_TOKENS = "model.add_tokens"
 
@@ -21,7 +22,7 @@ def tokens_of(asked: Sequence[str]) -> list[str]:
 def _lines_of(name: str) -> list[str]:
     path = Path(name).expanduser()
     try:
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+        return [line for line in read_regular(path).splitlines() if line]
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
         raise DataError(

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.streamers import TextStreamer
 
-from memtrain.errors import LaunchError, OutOfMemory, words_of
+from memtrain.errors import LaunchError, MemtrainError, OutOfMemory, words_of
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.data.tokenize.chat import template_of
+from memtrain.trainers.data.tokenize.template_limits import check_length, within_limits
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 from memtrain.trainers.model.loading.adapters import load_adapter
 from memtrain.trainers.model.loading.load import load_model
@@ -62,7 +63,7 @@ class Chat:
         `is_cut` says afterwards whether it stopped at `max_tokens`, before an end of its own.
         Without a chat template the text is continued as it stands, and nothing is remembered. Of an answer
         that Ctrl-C stops, the part that was written is remembered.
-        Raises: LaunchError when the template refuses the turns.
+        Raises: LaunchError when the template refuses the turns; DataError when it has no end.
         """
         prompt = self._rendered(text) if self.has_template else text
         encoded = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=not self.has_template)
@@ -106,7 +107,13 @@ class Chat:
         """The turns so far, and one more of the user, as the template writes them."""
         turns = [*self.messages, {"role": "user", "content": text}]
         try:
-            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+            made = within_limits(
+                lambda: self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            )
+            check_length(str(made))
+            return str(made)
+        except MemtrainError:
+            raise
         except Exception as error:  # a template raises what it likes
             raise LaunchError(
                 f"the chat template refuses these turns: {words_of(error)}",

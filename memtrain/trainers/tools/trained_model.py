@@ -15,7 +15,12 @@ from huggingface_hub import try_to_load_from_cache
 
 from memtrain.errors import LaunchError, printable
 from memtrain.memory.model_shape.adapter_file import read_adapter_config
-from memtrain.memory.model_shape.config_file import MAX_BYTES, read_config_json, read_json_object
+from memtrain.memory.model_shape.config_file import (
+    MAX_BYTES,
+    read_config_json,
+    read_json_object,
+    refuse_pipes,
+)
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan, run_fix
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.run_folder.folder import RunFolder
@@ -72,6 +77,8 @@ def trained_model(run: Path) -> TrainedModel:
         raise LaunchError(f"there is no folder {run}", str(run), run_fix(run))
     final = RunFolder(run).final
     for folder in (final, run):
+        if any((folder / file).exists() for file in (ADAPTER, CONFIG)):
+            refuse_pipes(folder, str(folder))
         for file in (ADAPTER, CONFIG):
             if (folder / file).is_file():
                 read = read_adapter_config if file == ADAPTER else read_config_json

@@ -1,7 +1,12 @@
 """Messages of torch, old and new, and the moments of frames."""
 
+import re
+from collections.abc import Iterator
+from re import _parser  # pyright: ignore[reportAttributeAccessIssue]
+
 import pytest
 
+from memtrain.cli.rescue import traceback
 from memtrain.cli.rescue.traceback import MOMENTS, read_traceback
 
 GIB = 2**30
@@ -201,3 +206,34 @@ def test_frames_behind_the_message_are_those_of_another_rank():
 )
 def test_the_engine_is_known_by_its_frames(file: str, engine: str | None):
     assert read_traceback(f'  File "/x/site-packages/{file}", line 3, in step\n{NEW}').engine == engine
+
+
+def most_repeats(part: object) -> Iterator[int]:
+    """The most times that each part of a parsed pattern may repeat."""
+    if isinstance(part, (list, tuple, _parser.SubPattern)):
+        items = list(part)
+        if items and str(items[0]).endswith("_REPEAT"):
+            yield int(items[1][1])
+        for one in items:
+            yield from most_repeats(one)
+
+
+def test_no_part_of_a_pattern_repeats_without_end(monkeypatch):
+    """A repetition without end is begun anew at each letter that it reads: blank lines, digits, a word."""
+    seen: set[str] = set()
+    search = re.search
+
+    def spied(pattern, *rest, **named):
+        seen.add(pattern)
+        return search(pattern, *rest, **named)
+
+    monkeypatch.setattr(traceback.re, "search", spied)
+    for text in (NEW, OLD, "Killed", "", "vllm", "NCCL"):
+        read_traceback(text)
+    tables = (traceback.MOMENTS, traceback._VLLM, traceback._ENGINES)
+    patterns = seen | {words for table in tables for words, _ in table}
+    patterns |= set(traceback._HOST_MOMENTS.values()) | {traceback.HOST, traceback._FRAME}
+    patterns |= {one.pattern for one in vars(traceback).values() if isinstance(one, re.Pattern)}
+    assert len(patterns) > 30
+    assert [one for one in patterns if max(most_repeats(_parser.parse(one)), default=0) > 2000] == []
+    assert max(most_repeats(_parser.parse("a(b|c*)d"))) > 2000

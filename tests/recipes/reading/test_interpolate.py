@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 import time
@@ -137,3 +138,44 @@ def test_values_that_double_each_other_end_at_once(step: str):
     start = time.process_time()
     assert after(text)[1]
     assert time.process_time() - start < 2
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, text: str) -> tuple[object, list[str], int]:
+    """The values and faults of a text, and how many values OmegaConf's parser was given."""
+    from memtrain.recipes.reading import references
+
+    calls: list[str] = []
+    parse = references.parse
+    monkeypatch.setattr(references, "parse", lambda text, *rest: calls.append(text) or parse(text, *rest))
+    return *after(text), len(calls)
+
+
+def test_plain_references_are_read_without_the_parser(monkeypatch):
+    lines = [f"k{at}: 'a-${{b.c}}-${{.b.c}}-${{oc.env:MEMTRAIN_TEST_LR}}'" for at in range(200)]
+    values, faults, count = parsed(monkeypatch, "b: {c: 3}\nd: ${b}\n" + "\n".join(lines))
+    assert (values, faults, count) == (
+        {"b": {"c": 3}, "d": {"c": 3}, **{f"k{at}": "a-3-3-1e-5" for at in range(200)}},
+        [],
+        0,
+    )
+
+
+def test_other_references_are_parsed_up_to_a_limit_in_letters(monkeypatch):
+    one = "${oc.env:MEMTRAIN_TEST_NOT_SET,word}"
+    lines = [f"k{at}: '{one}'" for at in range(20_000 // len(one))]
+    values, faults, count = parsed(monkeypatch, "\n".join(lines))
+    assert 10_000 - len(one) < count * len(one) <= 10_000
+    assert isinstance(values, dict)
+    assert values["k0"] == "word"
+    assert len(faults) > 1
+    assert "more than 10,000 letters of the recipe are in ${...} with defaults or brackets" in faults[0]
+
+
+@pytest.mark.parametrize("name", ["true", "NULL", "inf", "a.b.c", "oc.env:true", "..x", "1a"])
+def test_what_looks_plain_is_what_omegaconf_makes_of_it(monkeypatch, name):
+    from memtrain.recipes.reading import references
+
+    text = f"{{a: {{b: {{c: 7}}}}, x: '${{{name}}}', true: 1}}"
+    plainly = after(text)
+    monkeypatch.setattr(references, "PLAIN", re.compile("(?!)"))
+    assert plainly == after(text)

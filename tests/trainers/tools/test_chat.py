@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from memtrain.cli.commands import chat as command
-from memtrain.errors import LaunchError
+from memtrain.errors import DataError, LaunchError
+from memtrain.trainers.data.tokenize import template_limits
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
 from memtrain.trainers.tools import chat
 from memtrain.trainers.tools.trained_model import TrainedModel
@@ -113,3 +114,20 @@ def test_at_a_terminal_a_slash_is_a_command_and_ctrl_c_ends_nothing(
     monkeypatch.setattr("builtins.input", give)
     assert list(command._turns()) == ["Hi", "/usr/bin is?", "/reset"]
     assert capsys.readouterr().err.count(command.COMMANDS) == 3
+
+
+ENDLESS = {
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "takes more than",
+    "{{ 'a' * 70000000 }}": "renders 70,000,000 characters",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "recurses without end",
+}
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_without_end_is_held_to_its_limits_in_a_chat_too(monkeypatch, template):
+    if "range" in template:
+        monkeypatch.setattr(template_limits, "LIMIT_S", 0.2)
+    talk = talk_of(monkeypatch, None)
+    talk.tokenizer.chat_template = template
+    with pytest.raises(DataError, match=ENDLESS[template]):
+        talk.answer("Hello", print, max_tokens=4, temperature=0)

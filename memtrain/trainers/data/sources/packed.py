@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from memtrain.errors import DataError
+from memtrain.recipes.reading.regular_file import open_regular
 
 PACKINGS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 """Endings of packed files, and their compression."""
@@ -131,7 +132,7 @@ def opened(path: Path, digest: Digest | None = None) -> Iterator[IO[bytes]]:
     Raises: DataError when a packed file is damaged or cut short.
     """
     suffix = path.suffix.lower()
-    with path.open("rb") as raw:
+    with open_regular(path) as raw:
         file = raw if digest is None else digest.watching(raw)
         if suffix not in PACKINGS:
             yield file

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from memtrain.errors import DataError
+from memtrain.recipes.reading.regular_file import open_regular
 from memtrain.recipes.sections.data import Format, Source, TextUnit
 from memtrain.trainers.data.sources import builtin_arithmetic as arithmetic
 from memtrain.trainers.data.sources.dataset_card import configuration_of
@@ -207,7 +208,7 @@ def content_digest(path: Path, unit: TextUnit = "line") -> str:
     """Digest of a file's bytes (xxh3, 128 bits) and of how they are read."""
     digest = Digest()
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             digest.finish(file)
     except OSError as error:
         what = f"cannot read '{path}': {error.strerror or error}"

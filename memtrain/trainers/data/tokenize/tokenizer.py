@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memtrain.errors import DataError, MemtrainError, words_of
-from memtrain.memory.model_shape.config_file import read_config_json, refuse_run_folder
+from memtrain.memory.model_shape.config_file import read_config_json, refuse_pipes, refuse_run_folder
+from memtrain.recipes.reading.regular_file import read_regular
 from memtrain.recipes.reading.token_files import ADD_TOKENS, tokens_of
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.tokenize import tiny_tokenizer
@@ -81,6 +82,8 @@ def load_tokenizer(
             "give a hub id (owner/name) or a folder",
         )
     refuse_run_folder(Path(place), "model.tokenizer")
+    if Path(place).is_dir():
+        refuse_pipes(Path(place), "model.tokenizer")
     if (Path(place) / "config.json").exists():
         read_config_json(Path(place), "model.tokenizer")
     try:
@@ -128,7 +131,7 @@ def template_text(chat_template: str) -> str:
             f"give the path of a Jinja file, or one of {known}",
         )
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_regular(path, "utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
         raise DataError(

@@ -19,6 +19,7 @@ from memtrain.memory.model_shape.config_file import (
     fault_at,
     read_config_json,
     read_json_object,
+    refuse_pipes,
     without_code,
 )
 from memtrain.memory.model_shape.rope_scaling import scaled
@@ -64,6 +65,7 @@ def find_origin(path: str, revision: str | None) -> Origin:
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
+        refuse_pipes(folder, "model.path")
         return Origin(str(folder), None, is_offline=True)
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists():
         what = f"{path} is a file" if folder.exists() else f"there is no folder {path}"

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from memtrain.errors import LaunchError
 from memtrain.memory.model_shape.config_file import read_json_object
+from memtrain.recipes.reading.regular_file import open_regular
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -105,7 +106,7 @@ def header_of(file: Path, key: str = "model.path") -> dict[str, Any]:
     """
     try:
         num_bytes = file.stat().st_size
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             length = opened.read(8)
             size = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
             raw = opened.read(size) if 2 <= size <= MAX_HEADER_BYTES else b""
@@ -131,7 +132,7 @@ def header_of(file: Path, key: str = "model.path") -> dict[str, Any]:
 
 def _pointer(file: Path) -> str:
     """Words about a file in the weights' place, where its kind is known."""
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         begun = opened.read(64)
     is_pointer = begun.startswith(b"version https://git-lfs")
     return " but the pointer of Git LFS: fetch it with `git lfs pull`" if is_pointer else ""
