@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -37,22 +36,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     What the user can mend is printed as `error: what / at / try` on stderr. Everything else is ours: a line
     that says so, and the traceback.
     """
+    from memtrain.trainers.runtime.streams import flush, out_is_lost, take_streams
+
+    if arguments is None:
+        take_streams()
     try:
         from memtrain.cli.app import run
 
-        return run(arguments)
+        code = run(arguments)
+        flush()
+        return code
     except MemtrainError as error:
         for note in getattr(error, "__notes__", ()):
             print(note, file=sys.stderr)
         print(error.text(), file=sys.stderr)
         return error.exit_code
+    except SystemExit as error:
+        # Typer's end at a broken pipe.
+        return 0 if out_is_lost() else int(error.code or 0)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`| head`) has left: nothing more can be said, and Python's flush at exit must not try.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
+        if out_is_lost():
+            if isinstance(error, BrokenPipeError):
+                # The reader (`| head`) has left, with what it wanted.
+                return 0
+            said = f"the output cannot be written: {error.strerror}"
+            fault = LaunchError(said, "stdout", "free some space, or write to another place")
+            print(fault.text(), file=sys.stderr)
+            return fault.exit_code
         if error.errno not in OF_A_NAME:
             return _our_fault()
         name = str(error.filename)

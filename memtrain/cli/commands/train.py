@@ -64,7 +64,9 @@ def _method_command(method: str | None, summary: str) -> Callable[..., None]:
         resume: Resume = True,
     ) -> None:
         from memtrain.cli.plan.recipe_of_dataset import refuse_dataset, write_recipe
+        from memtrain.trainers.runtime.streams import go_on_without_readers
 
+        go_on_without_readers()
         if model is None:
             refuse_dataset(recipe, method)
         else:
@@ -111,11 +113,14 @@ def run_recipe(
     from memtrain.trainers.checkpoints.run_state import is_over, lost_model
     from memtrain.trainers.run_folder.folder import RunFolder
     from memtrain.trainers.runtime.atomic_files import disk_fault
+    from memtrain.trainers.runtime.exits import no_way_out
+    from memtrain.trainers.runtime.signals import outliving_terminal
 
-    _check_what_is_asked(loaded)
+    with no_way_out():
+        _check_what_is_asked(loaded)
     folder = RunFolder(Path(run_folder_of(loaded, run_dir)))
     # From the first look at the folder to the last word in it: two starts must not see each other's half.
-    with folder.open_for_run() as lock:
+    with outliving_terminal(), no_way_out(), folder.open_for_run() as lock:
         with _all_faults(loaded), at_their_lines(loaded), reading_progress() as progress:
             planned = make_plan(loaded, run_dir=run_dir, progress=progress, keeps=resume)
         plan = planned.plan

@@ -19,10 +19,12 @@ import psutil
 from memtrain.cli.launch.hang import LOOK_S, HangWatch
 from memtrain.errors import Interrupted, LaunchError, printable
 from memtrain.trainers.loop.rank_failures import LAUNCHED, clear_faults, correct_status, root_fault
-from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.lock import ticks_of
+from memtrain.trainers.run_folder.progress import write_log
 from memtrain.trainers.run_folder.pulse import WATCHED
-from memtrain.trainers.runtime.signals import asking
+from memtrain.trainers.runtime.launcher_words import drop_launcher_words
+from memtrain.trainers.runtime.signals import HUNG_UP, asking, is_hung_up
 
 AGENT_SPEAKS = "torch/distributed/elastic/"
 """In the line with which the agent begins to tell that a process failed: from there on nobody else speaks."""
@@ -51,6 +53,7 @@ def run_agent(
     """
     clear_faults(folder)
     began = time.time()
+    drop_launcher_words(os.environ)
     given = os.environ | environment | {LAUNCHED: "1", WATCHED: "1"}
     process = subprocess.Popen(
         words, env=given, start_new_session=True, stderr=subprocess.PIPE, text=True, errors="replace"
@@ -62,7 +65,7 @@ def run_agent(
     listener.start()
     watch = HangWatch(folder, num_ranks, grace_s)
     try:
-        code = _wait(process, asked, watch)
+        code = _wait(process, asked, watch, folder)
         listener.join(LAST_WORDS_S)
     finally:
         for one, handler in before.items():
@@ -73,6 +76,16 @@ def run_agent(
         is_early = bool(asked.signals) and not _has_begun(folder, began)
         raise watch.hung or _fault(folder, num_ranks, code, is_early=is_early, output=listener.output)
     clear_faults(folder)
+    status = folder.read_status()
+    if status is None or status.state is not RunState.DONE:
+        error = LaunchError(
+            "the processes ended with exit code 0 before the run was over",
+            str(folder.path),
+            "look for code of a reward, an environment or a metric that ends its process (os._exit); the "
+            "same command resumes from the last checkpoint",
+        )
+        correct_status(folder, error)
+        raise error
 
 
 def _has_begun(folder: RunFolder, since: float) -> bool:
@@ -124,14 +137,19 @@ class _Asked:
         return bool(living)
 
 
-def _wait(process: subprocess.Popen[str], asked: _Asked, watch: HangWatch) -> int:
+def _wait(process: subprocess.Popen[str], asked: _Asked, watch: HangWatch, folder: RunFolder) -> int:
     """The agent's exit code, when no rank is left either."""
+    is_told = False
     while True:
         try:
             code = process.wait(LOOK_S)
             break
         except subprocess.TimeoutExpired:
             asked.look()
+            if is_hung_up() and not is_told:
+                is_told = True
+                with suppress(OSError):
+                    write_log(folder.log, HUNG_UP.format(pid=os.getpid()))
             if asked.wants_no_more or watch.is_hung(is_asked=bool(asked.signals)):
                 asked.send(signal.SIGKILL)
                 process.kill()

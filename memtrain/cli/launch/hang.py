@@ -14,6 +14,7 @@ from memtrain.errors import LaunchError
 from memtrain.trainers.loop.rank_failures import clear_faults, correct_status
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.pulse import Pulse, pulse_file
+from memtrain.trainers.runtime.exits import end_at_once
 from memtrain.trainers.runtime.signals import asking
 
 LOOK_S = 0.5
@@ -126,4 +127,4 @@ def _watch(watch: HangWatch, heard: int, over: threading.Event) -> None:
         if watch.is_hung(is_asked=is_asked):
             assert watch.hung is not None, "A hang has its error."
             print(watch.hung.text(), file=sys.stderr, flush=True)
-            os._exit(watch.hung.exit_code)
+            end_at_once(watch.hung.exit_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -44,6 +45,7 @@ from memtrain.trainers.optim.step import DistributedStep, lr_at, summing_wide
 from memtrain.trainers.optim.zero_optimizer import ZeroOptimizer
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.runtime.allocator import use_expandable_segments
+from memtrain.trainers.runtime.launcher_words import drop_launcher_words, refuse_launcher
 from memtrain.trainers.runtime.one_order import sum_in_one_order
 from memtrain.trainers.runtime.ranks import Ranks, current_ranks
 from memtrain.trainers.runtime.weight_layout import WeightLayout
@@ -58,6 +60,9 @@ def make_accelerator(settings: Settings) -> Accelerator:
 
     Raises: LaunchError when another number of processes runs, or they would not exchange gradients.
     """
+    if settings.num_processes == 1:
+        refuse_launcher(os.environ)
+        drop_launcher_words(os.environ)
     torch.set_num_threads(settings.threads)
     if settings.deterministic:
         sum_in_one_order()

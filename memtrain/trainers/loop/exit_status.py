@@ -7,11 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
-from memtrain.errors import Interrupted, MemtrainError, OutOfMemory
+from memtrain.errors import Interrupted, LaunchError, MemtrainError, OutOfMemory
 from memtrain.memory.plan.units import gib
+from memtrain.trainers.online.rewards.calls import line_of
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.report.final_status import record_end
+from memtrain.trainers.runtime.exits import words_of_exit
 from memtrain.trainers.runtime.one_order import refusal_of, unordered_operator
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 from memtrain.trainers.runtime.ranks import Ranks
@@ -34,6 +36,14 @@ def record_exit(folder: RunFolder, ranks: Ranks, position: TrainState) -> Iterat
     try:
         with _in_words(folder, position):
             yield
+    except SystemExit as leaving:
+        error = LaunchError(
+            f"the run was ended after step {position.step} by {words_of_exit(leaving)} in code that it calls",
+            line_of(leaving) or str(folder.path),
+            "raise an error there instead; the same command resumes from the last checkpoint",
+        )
+        end(*_state_of(error))
+        raise error from leaving
     except Exception as error:
         end(*_state_of(error))
         raise

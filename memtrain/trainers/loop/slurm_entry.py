@@ -59,14 +59,16 @@ def main() -> int:
     from memtrain.trainers.loop import worker
 
     run = Path(sys.argv[1]).parent
-    if os.environ["RANK"] == "0":
+    # A plan of one process takes the words out of the environment.
+    is_main = os.environ["RANK"] == "0"
+    if is_main:
         _write(run / STEP_FILE, f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}\n")
     _meet()
     code = worker.main()
     let_signals_pass()
     if code != EXIT_SAVED:
         return code
-    if os.environ["RANK"] == "0":
+    if is_main:
         _write(run / SAVED_FILE, "")
     return 0
 

@@ -69,9 +69,11 @@ from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.lock import OWNER, RunLock
 from memtrain.trainers.run_folder.pulse import WATCHED, Family, Pulse
 from memtrain.trainers.runtime.allocator import allocator_words
+from memtrain.trainers.runtime.exits import end_at_once, no_way_out
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.safe_path import for_this_process_alone
-from memtrain.trainers.runtime.signals import StopRequest, hold_signals
+from memtrain.trainers.runtime.signals import HUNG_UP, StopRequest, hold_signals, is_hung_up
+from memtrain.trainers.runtime.streams import flush, go_on_without_readers, take_streams
 from memtrain.trainers.runtime.weight_layout import local_of
 
 GONE = "the launcher of this run is gone: saving; run the same command to resume"
@@ -192,13 +194,14 @@ def _noting(sinks: EventSinks, position: TrainState) -> Callable[[str], None]:
 
 
 def _asked(stop: StopRequest, sinks: EventSinks, position: TrainState) -> Callable[[], bool]:
-    """Whether this rank is to stop, reported once where nobody is left who would hear why."""
-    noted: list[str] = []
+    """Whether this rank is to stop. That its launcher or its terminal is gone is told once."""
+    told: set[str] = set()
 
     def asked() -> bool:
-        if stop.is_alone and not noted:
-            noted.append(GONE)
-            sinks.emit(NoteEvent(step=position.step, text=GONE))
+        hung_up = HUNG_UP.format(pid=os.getpid()) if is_hung_up() else ""
+        for text in {GONE if stop.is_alone else "", hung_up} - told - {""}:
+            told.add(text)
+            sinks.emit(NoteEvent(step=position.step, text=text))
         return stop.asked
 
     return asked
@@ -353,6 +356,8 @@ def main() -> int:
     """Entry point of a launched process: the plan's path, and what `cli/launch` adds. The exit code."""
     # A launcher stops all ranks when one fails: they must live to leave word, and to save.
     hold_signals()
+    take_streams()
+    go_on_without_readers()
     for_this_process_alone()
     words = ArgumentParser()
     words.add_argument("plan", type=Path)
@@ -371,7 +376,8 @@ def main() -> int:
             return 0
         if pulse is not None:
             pulse.start()
-        work(plan, resume=asked.resume, family=Family.of_this_process(os.environ))
+        with no_way_out():
+            work(plan, resume=asked.resume, family=Family.of_this_process(os.environ))
     except Exception as error:
         return _report_fault(folder, rank, error)
     finally:
@@ -402,9 +408,8 @@ def _leave_process_group() -> None:
 
 def leave(code: int) -> NoReturn:
     """End this process without destructors: the process group's may wait for ever (engine.py)."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    flush()
+    end_at_once(code)
 
 
 if __name__ == "__main__":

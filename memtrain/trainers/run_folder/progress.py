@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,9 @@ from memtrain.errors import printable
 from memtrain.memory.plan.units import gib
 from memtrain.recipes.sections.evaluation import LOSS, SET_MARK
 from memtrain.trainers.protocols.events import REWARD, EvalEvent, StepEvent, from_values
+from memtrain.trainers.runtime.streams import lost_words
+
+LOST = "nobody reads {lost}: the run goes on, and its lines stand here alone"
 
 WINDOW_STEPS = 20
 """Steps over which the speed is taken; taste."""
@@ -46,7 +49,8 @@ class Progress:
         self.total_steps = total_steps
         self.every_steps = every_steps
         self.first_step = first_step
-        self.is_shown = is_shown
+        self.is_shown = self._was_shown = is_shown
+        self._is_lost_told = False
         self._metrics = metrics
         self._log = log
         self._console = console or Console(highlight=False)
@@ -73,6 +77,8 @@ class Progress:
         if self._bar is not None:
             with self._shown():
                 self._bar.stop()
+        with suppress(OSError):
+            self._tell_lost()
 
     def stepped(self, event: StepEvent | Mapping[str, Any]) -> None:
         """Tell one step."""
@@ -131,20 +137,34 @@ class Progress:
 
     def _line(self, text: str, *, is_step: bool, is_shown: bool = True) -> None:
         text = printable(text)
+        self._tell_lost()
         if self._log is not None:
-            with open(self._log, "a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+            write_log(self._log, text)
         if is_shown and self.is_shown and not (is_step and self._bar is not None):
             with self._shown():
                 self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def _tell_lost(self) -> None:
+        """Say once in the log that nobody reads the console any more."""
+        lost = lost_words() or ("the console" if not self.is_shown and self._was_shown else "")
+        if lost and not self._is_lost_told and self._log is not None:
+            self._is_lost_told = True
+            write_log(self._log, LOST.format(lost=lost))
+
     @contextmanager
     def _shown(self) -> Iterator[None]:
-        """A closed terminal, or a reader that is gone, ends the output and not the run."""
+        """A closed terminal, or a reader that is gone, ends the output and not the run: rich itself would end
+        the process (SystemExit) at a broken pipe."""
         try:
             yield
-        except OSError:
+        except (OSError, ValueError, SystemExit):
             self.is_shown = False
+
+
+def write_log(log: Path, text: str) -> None:
+    """Append a line to `log.txt`, with its time. Raises: OSError when the disk refuses."""
+    with open(log, "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 
 
 def speed_tokens(step: StepEvent, has_rollouts: bool) -> int:

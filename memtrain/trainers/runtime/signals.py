@@ -6,17 +6,46 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""SIGUSR1 is how SLURM announces the end of a job's time, where it is asked to."""
+ASKED = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
+    *(signal.SIGXCPU, signal.SIGALRM, signal.SIGVTALRM),
+)
+"""Signals that ask to save and stop. SIGUSR1 is how SLURM announces the end of a job's time, where asked to;
+SIGUSR2 how SGE and LSF do; SIGXCPU comes at a limit of processor time, and each second after it; SIGALRM and
+SIGVTALRM from timers. The system ends a process that does not listen to them."""
+
+HUNG_UP = "the terminal was closed (SIGHUP): the run goes on without it; kill {pid} saves and stops it"
+
+_hung_up: list[int] = []
+
+
+@contextmanager
+def outliving_terminal() -> Iterator[None]:
+    """Inside, the end of the terminal (SIGHUP) is noted, and ends nothing. Under `nohup` it does not come."""
+    before = signal.getsignal(signal.SIGHUP)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGHUP, lambda number, frame: _hung_up.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def is_hung_up() -> bool:
+    """Whether the terminal was closed meanwhile."""
+    return bool(_hung_up)
 
 
 def asking() -> tuple[signal.Signals, ...]:
-    """The signals that ask to stop; with SIGHUP of a closed terminal, where `nohup` lets it through."""
-    is_out = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return ASKED if is_out else (*ASKED, signal.SIGHUP)
+    """The signals that ask to stop."""
+    return ASKED
 
 
 PR_SET_PDEATHSIG = 1
@@ -32,6 +61,8 @@ def hold_signals() -> None:
     """
     for one in asking():
         signal.signal(one, lambda number, frame: _early.append(number))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda number, frame: _hung_up.append(number))
 
 
 def end_with_parent() -> None:

@@ -8,10 +8,17 @@ import threading
 
 import pytest
 
-from memtrain.trainers.runtime.signals import ASKED, StopRequest, hold_signals
+from memtrain.trainers.runtime import signals
+from memtrain.trainers.runtime.signals import (
+    ASKED,
+    StopRequest,
+    hold_signals,
+    is_hung_up,
+    outliving_terminal,
+)
 
 
-@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("asked", ASKED)
 def test_the_first_signal_is_remembered(asked: signal.Signals):
     before = signal.getsignal(asked)
     with StopRequest() as request:
@@ -81,3 +88,28 @@ def test_a_process_ends_with_the_one_that_started_it_even_where_that_is_killed()
     assert started.stdout.read() == "", "The child lived on and said so."
     started.wait()
     started.stdout.close()
+
+
+def test_every_signal_that_others_warn_with_is_heard():
+    wanted = {"TERM", "INT", "QUIT", "USR1", "USR2", "XCPU", "ALRM"}
+    assert {f"SIG{name}" for name in wanted} <= {one.name for one in ASKED}
+    assert signal.SIGHUP not in ASKED
+
+
+def test_a_closed_terminal_is_noted_and_stops_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(signals, "_hung_up", [])
+    before = signal.getsignal(signal.SIGHUP)
+    with outliving_terminal(), StopRequest() as request:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert is_hung_up()
+        assert not request.asked
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_under_nohup_nothing_is_changed(monkeypatch: pytest.MonkeyPatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with outliving_terminal():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

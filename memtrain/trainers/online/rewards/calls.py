@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from memtrain.trainers.runtime.exits import words_of_exit
+
 OURS = Path(__file__).parents[3]
 """The package, whose lines are no place of a user's fault."""
 
@@ -22,11 +24,11 @@ class TookTooLong(Exception):
 
 
 class Exited(Exception):
-    """A call tried to end the process by `sys.exit` or KeyboardInterrupt."""
+    """A call tried to end the process: by `sys.exit`, `os._exit`, KeyboardInterrupt, or an error that is no
+    Exception."""
 
     def __init__(self, error: BaseException) -> None:
-        how = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else "KeyboardInterrupt"
-        super().__init__(f"tried to end the process: {how}")
+        super().__init__(f"tried to end the process: {words_of_exit(error)}")
         self.__traceback__ = error.__traceback__
 
 
@@ -71,7 +73,7 @@ class Caller:
             if not done:
                 waited.cancel()
                 return Outcome(error=TookTooLong(f"took longer than {self.timeout_s:g} s"))
-            error = waited.exception()
+            error = asyncio.CancelledError() if waited.cancelled() else waited.exception()
             if error is not None and not isinstance(error, Exception):
                 error = Exited(error)
             return Outcome(error=error) if error is not None else Outcome(value=waited.result())
@@ -100,7 +102,9 @@ async def _awaited(call: Call) -> Any:
     """Result of an async call. One that exits would end the event loop, and later calls never begin."""
     try:
         return await call()
-    except (SystemExit, KeyboardInterrupt) as error:
+    except Exception:
+        raise
+    except BaseException as error:
         raise Exited(error) from error
 
 
@@ -116,17 +120,17 @@ def _in_thread(call: Call) -> asyncio.Future[Any]:
     def work() -> None:
         try:
             value, set_it = call(), future.set_result
-        except (SystemExit, KeyboardInterrupt) as error:
-            value, set_it = Exited(error), future.set_exception
         except Exception as error:
             value, set_it = error, future.set_exception
+        except BaseException as error:
+            value, set_it = Exited(error), future.set_exception
         loop.call_soon_threadsafe(settle, set_it, value)
 
     threading.Thread(target=work, daemon=True).start()
     return future
 
 
-def line_of(error: Exception) -> str:
+def line_of(error: BaseException) -> str:
     """`file:line` of the last line of the user's own code that an error went through; empty where none is."""
     own = [
         frame
