@@ -65,10 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fault = LaunchError(said, "stdout", "free some space, or write to another place")
             print(fault.text(), file=sys.stderr)
             return fault.exit_code
-        if error.errno not in OF_A_NAME:
+        from memtrain.trainers.runtime.atomic_files import FIXES
+
+        known = FIXES | OF_A_NAME
+        if error.errno not in known or isinstance(error, ConnectionError):
             return _our_fault()
-        name = str(error.filename)
-        fault = LaunchError(f"{name} cannot be used: {error.strerror}", name, OF_A_NAME[error.errno])
+        name = str(error.filename or "the disk")
+        fault = LaunchError(f"{name} cannot be used: {error.strerror}", name, known[error.errno])
         print(fault.text(), file=sys.stderr)
         return fault.exit_code
     except ModuleNotFoundError as error:

@@ -9,7 +9,7 @@ from memtrain.cli.launch.slurm_queue import has_slurm, job_state, read_record
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
 from memtrain.trainers.protocols.events import REWARD, EvalEvent, StepEvent
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
-from memtrain.trainers.run_folder.lock import read_owner
+from memtrain.trainers.run_folder.lock import LEASE_S, read_owner, silent_s
 from memtrain.trainers.run_folder.metrics import read_metrics
 
 
@@ -85,7 +85,9 @@ def may_write(path: Path) -> bool:
         state = job_state(record.job)
         return state is not None and state.is_living
     owner = read_owner(RunFolder(path).lock)
-    return owner is not None and owner.is_alive()
+    if owner is None or not owner.is_alive():
+        return False
+    return owner.is_seen() or not owner.space or silent_s(RunFolder(path).lock) < LEASE_S
 
 
 def _state(folder: RunFolder) -> str:

@@ -29,6 +29,7 @@ from memtrain.trainers.checkpoints.manifest import (
     read_manifest,
 )
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.lock import check_held
 from memtrain.trainers.runtime.atomic_files import disk_fault, sync_file, sync_folder, write_whole
 from memtrain.trainers.runtime.own_trees import (
     NotOurs,
@@ -175,7 +176,8 @@ class Save:
         return same and read_manifest(self.target).facts == self.facts
 
     def prepare(self) -> None:
-        """Make its folder; the main rank does this."""
+        """Make its folder; the main rank does this. Raises: LaunchError where another run has the folder."""
+        check_held(self.folder.path)
         self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
         mend_checkpoints(self.folder)
         self.unfinished.mkdir()
@@ -207,6 +209,7 @@ class Save:
 
     def finish(self, entries: Iterable[FileEntry]) -> None:
         """Name the new checkpoint, and remove the ones no longer kept; main rank only."""
+        check_held(self.folder.path)
         files = tuple(sorted(entries, key=lambda entry: entry.name))
         kept = _finish(self.unfinished, self.target, Manifest(facts=self.facts, files=files).sealed())
         if kept is not None:
@@ -262,6 +265,8 @@ def attempted(save: Save, act: Callable[[], None]) -> tuple[Fault, ...] | None:
         return save.fault(error).faults
     except SafetensorError as error:
         return save.fault(OSError(str(error))).faults
+    except LaunchError as error:
+        return error.faults
     return None
 
 

@@ -13,6 +13,7 @@ from memtrain.errors import OR, LaunchError
 from memtrain.recipes.sections.base import Section
 from memtrain.trainers.checkpoints.manifest import CheckpointFacts
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.lock import check_held
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 from memtrain.trainers.runtime.own_trees import foreign_in, named
 
@@ -49,6 +50,7 @@ def note_final(folder: RunFolder, facts: CheckpointFacts, made: Path | None = No
 
 
 def _write(folder: RunFolder, final: Final) -> None:
+    check_held(folder.path)
     try:
         write_whole(folder.final_list, final.model_dump_json(indent=1) + "\n")
     except OSError as error:

@@ -13,6 +13,7 @@ from memtrain.trainers.online.rewards.calls import line_of
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.report.final_status import record_end
+from memtrain.trainers.runtime.atomic_files import disk_faults
 from memtrain.trainers.runtime.exits import words_of_exit
 from memtrain.trainers.runtime.one_order import refusal_of, unordered_operator
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
@@ -34,7 +35,8 @@ def record_exit(folder: RunFolder, ranks: Ranks, position: TrainState) -> Iterat
     if ranks.is_main:
         folder.write_status(RunState.RUNNING, position.step)
     try:
-        with _in_words(folder, position):
+        doing = f"the run stopped after step {position.step}: its folder cannot be used"
+        with _in_words(folder, position), disk_faults(doing, folder.path):
             yield
     except SystemExit as leaving:
         error = LaunchError(

@@ -12,8 +12,8 @@ from pathlib import Path
 from memtrain.errors import OR, LaunchError, sayable
 from memtrain.recipes.sections.base import Section
 from memtrain.trainers.run_folder.litter import remove_litter
-from memtrain.trainers.run_folder.lock import Owner, RunLock, join_lock, take_lock
-from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
+from memtrain.trainers.run_folder.lock import Owner, RunLock, check_held, join_lock, take_lock
+from memtrain.trainers.runtime.atomic_files import disk_fault, disk_faults, write_whole
 
 TRIES = 20
 """Times that a folder is made again which another process removes at that moment. Taste."""
@@ -120,11 +120,13 @@ class RunFolder:
 
         Raises: LaunchError when it cannot be made or written, or a living process has it.
         """
-        self._refuse_strangers()
         doing = f"the run folder {self.path} cannot be used"
+        with disk_faults(doing, self.path):
+            self._refuse_strangers()
+        above = (self.checkpoints, self.path, *self.path.parents)
         for is_last in (*[False] * TRIES, True):
-            missing = [one for one in (self.checkpoints, self.path, *self.path.parents) if not one.exists()]
             try:
+                missing = [one for one in above if not one.exists()]
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
                 lock = take_lock(self.lock, self.path, made=missing)
             except OSError as error:
@@ -201,8 +203,9 @@ class RunFolder:
     def write_status(self, state: RunState, step: int, message: str = "") -> None:
         """Write `status.json` whole.
 
-        Raises: LaunchError when the disk refuses.
+        Raises: LaunchError when the disk refuses, or another process has taken the folder over.
         """
+        check_held(self.path)
         status = Status(state=state, step=step, time=time.time(), message=sayable(message))
         try:
             write_whole(self.status, status.model_dump_json(indent=1) + "\n")
@@ -218,6 +221,8 @@ class RunFolder:
             return Status.model_validate_json(self.status.read_text(errors="replace"), strict=False)
         except (FileNotFoundError, ValueError):
             return None
+        except OSError as error:
+            raise disk_fault(error, "the status of the run cannot be read", self.status) from None
 
 
 def _kind_of(path: Path) -> str:

@@ -18,7 +18,7 @@ TRIED = re.compile(r"\.(final-tried|rehearsal)-.+")
 """Folders in which a save or a step is tried."""
 
 WRITTEN = (
-    *("plan.json", "status.json", "metrics.jsonl", "report.html", "final.json", "slurm.txt", "lm_eval.json"),
+    *("plan.json", "status.json", "metrics.jsonl", "report.html", "final.json", "lock-now", "lm_eval.json"),
     *("final", "final-before", "README.md"),
 )
 """Names that a run writes whole or not at all: half-written ones of other programs are left alone."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from memtrain.errors import DataError
 from memtrain.trainers.protocols.events import Event, FinalEvent, from_line, from_values, to_line
+from memtrain.trainers.run_folder.lock import clock_s, lock_of
 from memtrain.trainers.runtime.atomic_files import disk_fault, write_whole
 
 
@@ -23,6 +24,7 @@ class MetricsWriter:
         Raises: LaunchError when the disk refuses; DataError as `read_metrics`.
         """
         self.path = path
+        self._lock = lock_of(path.parent)
         self.step = resumed_at or 0
         """Step of the last event."""
         try:
@@ -34,8 +36,10 @@ class MetricsWriter:
     def write(self, event: Event | Mapping[str, Any]) -> None:
         """Append an event, or its fields; a missing step is the last written.
 
-        Raises: LaunchError when the disk refuses.
+        Raises: LaunchError when the disk refuses, or another process has taken the folder over.
         """
+        if self._lock is not None and clock_s() > self._lock.sure_until_s:
+            self._lock.check()
         if isinstance(event, Mapping):
             event = from_values({"step": self.step} | dict(event))
         # A save that was written beside the steps is reported after them.
@@ -47,12 +51,21 @@ class MetricsWriter:
             raise disk_fault(error, "the metrics cannot be written", self.path) from None
 
     def sync(self) -> None:
-        """Hold until every line is on the disk: before a checkpoint, which must not outlive its metrics."""
-        os.fsync(self._file.fileno())
+        """Hold until every line is on the disk: before a checkpoint, which must not outlive its metrics.
+
+        Raises: LaunchError when the disk refuses.
+        """
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise disk_fault(error, "the metrics cannot be written", self.path) from None
 
     def close(self) -> None:
-        """Write nothing more."""
-        self._file.close()
+        """Write nothing more. Raises: LaunchError when the disk refuses what is left."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise disk_fault(error, "the metrics cannot be written", self.path) from None
 
     def __enter__(self) -> MetricsWriter:
         return self

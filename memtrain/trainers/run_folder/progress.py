@@ -18,7 +18,7 @@ from memtrain.errors import printable
 from memtrain.memory.plan.units import gib
 from memtrain.recipes.sections.evaluation import LOSS, SET_MARK
 from memtrain.trainers.protocols.events import REWARD, EvalEvent, StepEvent, from_values
-from memtrain.trainers.runtime.streams import lost_words
+from memtrain.trainers.runtime.streams import when_lost
 
 LOST = "nobody reads {lost}: the run goes on, and its lines stand here alone"
 
@@ -49,7 +49,7 @@ class Progress:
         self.total_steps = total_steps
         self.every_steps = every_steps
         self.first_step = first_step
-        self.is_shown = self._was_shown = is_shown
+        self.is_shown = is_shown
         self._is_lost_told = False
         self._metrics = metrics
         self._log = log
@@ -67,6 +67,7 @@ class Progress:
         self._task = self._bar.add_task("starting", total=total_steps, figures="") if self._bar else None
 
     def __enter__(self) -> Progress:
+        when_lost(self._tell_lost)
         if self._bar is not None:
             self._bar.start()
         return self
@@ -77,8 +78,7 @@ class Progress:
         if self._bar is not None:
             with self._shown():
                 self._bar.stop()
-        with suppress(OSError):
-            self._tell_lost()
+        when_lost(None)
 
     def stepped(self, event: StepEvent | Mapping[str, Any]) -> None:
         """Tell one step."""
@@ -137,18 +137,19 @@ class Progress:
 
     def _line(self, text: str, *, is_step: bool, is_shown: bool = True) -> None:
         text = printable(text)
-        self._tell_lost()
         if self._log is not None:
             write_log(self._log, text)
         if is_shown and self.is_shown and not (is_step and self._bar is not None):
             with self._shown():
                 self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _tell_lost(self) -> None:
+    def _tell_lost(self, lost: str) -> None:
         """Say once in the log that nobody reads the console any more."""
-        lost = lost_words() or ("the console" if not self.is_shown and self._was_shown else "")
-        if lost and not self._is_lost_told and self._log is not None:
-            self._is_lost_told = True
+        if self._log is None or self._is_lost_told:
+            return
+        self._is_lost_told = True
+        # A full disk is met, and reported, by the run's own lines.
+        with suppress(OSError):
             write_log(self._log, LOST.format(lost=lost))
 
     @contextmanager
@@ -159,6 +160,7 @@ class Progress:
             yield
         except (OSError, ValueError, SystemExit):
             self.is_shown = False
+            self._tell_lost("the console")
 
 
 def write_log(log: Path, text: str) -> None:

@@ -83,7 +83,8 @@ class Pulse(threading.Thread):
         self._ended.set()
         if self.is_alive():
             self.join()
-        self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
 
 def pulse_file(folder: RunFolder, rank: int) -> Path:

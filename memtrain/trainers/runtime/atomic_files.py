@@ -24,7 +24,22 @@ FIXES = {
     errno.EPERM: "choose a writable run_dir, or change the permissions of this one",
     errno.ENOTDIR: "a file is where a folder is needed; move it away, or choose another run_dir",
     errno.EEXIST: "a file is where a folder is needed; move it away, or choose another run_dir",
+    errno.EIO: "look at the disk (`dmesg`), or choose a run_dir on another one",
+    errno.ESTALE: "the file server was restarted, or the file replaced there: run the same command again",
+    errno.ETIMEDOUT: "the file server does not answer: run the same command again when it does",
+    errno.ENOTCONN: "the file system is no longer mounted: mount it again",
+    errno.ENODEV: "the file system is no longer mounted: mount it again",
+    errno.ENXIO: "the file system is no longer mounted: mount it again",
+    errno.EREMOTEIO: "look at the file server, or choose a run_dir on another disk",
+    errno.EHOSTDOWN: "the file server does not answer: run the same command again when it does",
+    errno.ENOLCK: "let the file server give locks (NFS: lockd), or choose a run_dir on another disk",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "this machine has no open files left: end other programs",
+    errno.EFBIG: "raise the limit of a file's size (`ulimit -f`), or choose another disk",
+    errno.EBUSY: "another program uses it: end that, or choose another run_dir",
+    errno.ENOENT: "something removed it while memtrain ran: run the same command again",
 }
+"""What the system answers where a disk refuses, and the way out."""
 
 
 def sync_file(path: Path) -> None:
@@ -93,6 +108,18 @@ def system_errors() -> Iterator[None]:
             raise
         number = int(found.group(1))
         raise OSError(number, os.strerror(number)) from error
+
+
+@contextmanager
+def disk_faults(doing: str, path: Path) -> Iterator[None]:
+    """Inside, a disk that refuses (an OSError of `FIXES`) becomes a LaunchError about the file it is of, or
+    `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FIXES or isinstance(error, ConnectionError):
+            raise
+        raise disk_fault(error, doing, Path(str(error.filename or path))) from error
 
 
 def disk_fault(error: OSError, doing: str, path: Path) -> LaunchError:

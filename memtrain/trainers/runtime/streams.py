@@ -11,6 +11,7 @@ import io
 import os
 import select
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
@@ -24,6 +25,7 @@ STALLED_S = 10.0
 """Time that a run waits for a reader that does not read (a pager, a stopped terminal). Taste."""
 
 _drops = False
+_tell: Callable[[str], None] | None = None
 
 
 class _Outlet(io.RawIOBase):
@@ -56,6 +58,7 @@ class _Outlet(io.RawIOBase):
             return os.write(self._file, view[: select.PIPE_BUF] if _drops else view)
         except OSError as error:
             self.lost = error.strerror or str(error)
+            _tell_lost()
             if _drops or self._number == ERR:
                 return len(view)
             raise
@@ -67,6 +70,8 @@ class _Outlet(io.RawIOBase):
             poll.register(self._file, select.POLLOUT)
             wait_s = 0.0 if self._is_stalled else STALLED_S
             self._is_stalled = not poll.poll(wait_s * 1000 if _drops else None)
+            if self._is_stalled:
+                _tell_lost()
         return not self._is_stalled
 
     @property
@@ -124,6 +129,19 @@ def go_on_without_readers() -> None:
 def lost_words() -> str:
     """Which streams are lost, and why: `stdout (Broken pipe)`; empty where none is."""
     return " and ".join(f"{NAMES[n]} ({one.why_lost})" for n, one in _outlets.items() if one.why_lost)
+
+
+def when_lost(tell: Callable[[str], None] | None) -> None:
+    """Have `tell` called with `lost_words` when a stream is lost, or at once where one is; None: nobody."""
+    global _tell
+    _tell = tell
+    if lost_words():
+        _tell_lost()
+
+
+def _tell_lost() -> None:
+    if _tell is not None:
+        _tell(lost_words())
 
 
 def flush() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from memtrain.trainers.run_folder import progress
 from memtrain.trainers.run_folder.progress import Progress
+from memtrain.trainers.runtime import streams
 
 SAYS = """
 import os, sys
@@ -87,7 +88,7 @@ def test_every_command_ends_without_a_traceback(words: str, code: int, err: str)
 
 
 def test_a_lost_console_is_told_once_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(progress, "lost_words", lambda: "stdout (Broken pipe)")
+    monkeypatch.setattr(streams, "lost_words", lambda: "stdout (Broken pipe)")
     with Progress(4, log=tmp_path / "log.txt") as shown:
         shown.print_line("one")
         shown.print_line("two")

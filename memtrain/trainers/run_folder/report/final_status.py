@@ -7,6 +7,7 @@ import time
 
 from memtrain.errors import sayable, words_of
 from memtrain.trainers.run_folder.folder import RunFolder, RunState, Status
+from memtrain.trainers.run_folder.lock import is_lost
 from memtrain.trainers.run_folder.report.report_html import write_report
 
 
@@ -16,6 +17,9 @@ def record_end(folder: RunFolder, state: RunState, step: int, message: str = "")
     Raises: LaunchError when the disk refuses those of a run that is done. What ended any other run is about
     to be reported: a disk or a page that refuses must not stand in its place, and is reported beside it.
     """
+    if is_lost(folder.path):
+        # Another process writes its own.
+        return
     ended = Status(state=state, step=step, time=time.time(), message=sayable(message))
     if state is RunState.DONE:
         # The report first: a run that is killed here is not over yet, and writes both when it goes on.
