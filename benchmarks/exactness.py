@@ -6,6 +6,8 @@
     python benchmarks/exactness.py --having X --pairs   # those alone and in pairs
     python benchmarks/exactness.py --rules              # models with windows, sinks, capped scores: minutes
     python benchmarks/exactness.py --compiled           # compiled layers: minutes
+    python benchmarks/exactness.py --captured 1         # captured passes, strategies alone: half an hour; in
+                                                        # pairs (2): hours. --method: the others' stay
     python benchmarks/exactness.py --page               # the pages again, from the results
 
 A cell is a recipe that must use the strategies of the cell (`memory.use`) and none of the others
@@ -35,6 +37,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import captured_cells
 import compiled_cells
 import numpy as np
 import torch
@@ -65,6 +68,7 @@ from memtrain.trainers.tools.verify.verify import Pair, compare_steps, plain_pla
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "exactness.json"
 RULED_RESULTS = ROOT / "benchmarks" / "results" / "exactness_rules.json"
+CAPTURED_RESULTS = ROOT / "benchmarks" / "results" / "exactness_captured.json"
 COMPILED_RESULTS = ROOT / "benchmarks" / "results" / "exactness_compiled.json"
 PAGE = ROOT / "docs" / "exactness.md"
 STRATEGIES_PAGE = ROOT / "docs" / "strategies.md"
@@ -140,6 +144,10 @@ class Cell:
     """Of RULED; empty: the model has none."""
     is_compiled: bool = False
     """Its layers are compiled (see compiled_cells.py)."""
+    is_captured: bool = False
+    """Its passes are captured (see captured_cells.py)."""
+    treatment: str = ""
+    """Of captured_cells.TREATMENTS; empty: the strategies alone."""
 
     @property
     def name(self) -> str:
@@ -175,18 +183,23 @@ class Matrix:
             plan = self.plan(cell)
         except (RecipeError, DoesNotFit) as error:
             return Outcome(cell, "refused", error.faults[0].what)
+        if cell.treatment:
+            return Outcome(cell, *self._proven(cell, plan))
         missing = sorted(set(cell.strategies) - used(plan))
         if missing:
             return Outcome(cell, "broken", f"the plan leaves out {', '.join(missing)} without a word")
         besides = sorted((used(plan) & set(EXACT)) - {*cell.strategies, *brought_along(cell)})
         if besides:
             return Outcome(cell, "broken", f"the plan uses {', '.join(besides)} against memory.never")
-        key = f"{cell.method} {cell.rule} {plan.settings.model_dump_json()}"
+        key = f"{cell.method} {cell.rule} {cell.treatment} {plan.settings.model_dump_json()}"
         if key not in self.made:
-            self.made[key] = (
-                compiled_cells.proven(plan) if cell.is_compiled else proven(plan, self.plain_runs)
-            )
+            self.made[key] = self._proven(cell, plan)
         return Outcome(cell, *self.made[key])
+
+    def _proven(self, cell: Cell, plan: Plan) -> tuple[str, str, float | None]:
+        if cell.is_captured:
+            return captured_cells.proven(plan, with_stats=len(cell.strategies) < 2)
+        return compiled_cells.proven(plan) if cell.is_compiled else proven(plan, self.plain_runs)
 
     def plan(self, cell: Cell) -> Plan:
         """The plan of a cell.
@@ -197,7 +210,10 @@ class Matrix:
         method, model = METHODS[cell.method], RULED.get(cell.rule, MODEL)
         text = RECIPE.format(method=cell.method, model=model, folder=self.folder)
         path.write_text(text + (ONLINE if method.is_online else TAUGHT if method.has_teacher else ""))
-        return make_plan(load_recipe(str(path), words_of(cell)), run_dir=str(self.folder / "run")).plan
+        words = words_of(cell)
+        if cell.treatment:
+            words = [f"model.attention={cell.backend}", *captured_cells.words_in(self.folder, cell.treatment)]
+        return make_plan(load_recipe(str(path), words), run_dir=str(self.folder / "run")).plan
 
 
 def words_of(cell: Cell) -> list[str]:
@@ -355,6 +371,14 @@ def compiled() -> Iterator[Cell]:
             yield Cell(method, backend, strategies, is_compiled=True)
 
 
+def captured(largest: int = 2) -> Iterator[Cell]:
+    """Cells of captured passes: every treatment, then the matrix."""
+    for method in captured_cells.METHODS:
+        for treatment in captured_cells.TREATMENTS:
+            yield Cell(method, "torch_cpu", (treatment,), is_captured=True, treatment=treatment)
+    yield from (replace(cell, is_captured=True) for cell in cells(largest))
+
+
 def spread(count: int) -> list[Cell]:
     """`count` cells spread over the matrix, the same ones always."""
     every = list(cells())
@@ -374,6 +398,9 @@ def main() -> None:
     parser.add_argument("--pairs", action="store_true", help="no triples; with --having, or a new --method")
     parser.add_argument("--rules", action="store_true", help="models with windows, sinks or caps alone")
     parser.add_argument("--compiled", action="store_true", help="compiled layers alone")
+    parser.add_argument(
+        "--captured", type=int, choices=(1, 2, 3), help="captured passes of so many strategies"
+    )
     asked = parser.parse_args()
     parts = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     has_triples = asked.method is None or any(len(cell[1]) > 2 for cell in parts[asked.method]["cells"])
@@ -384,6 +411,11 @@ def main() -> None:
         write_result(RULED_RESULTS, ruled())
     elif asked.compiled:
         write_result(COMPILED_RESULTS, of_compiled())
+    elif asked.captured:
+        known = read_captured()
+        for method in [asked.method] if asked.method else METHODS_SHOWN:
+            known[method] = of_captured(method, asked.captured)
+            write_result(CAPTURED_RESULTS, known)
     elif not asked.page:
         for method in [asked.method] if asked.method else METHODS_SHOWN:
             largest = 2 if asked.pairs else LARGEST
@@ -392,11 +424,13 @@ def main() -> None:
     parts = json.loads(RESULTS.read_text())
     of_rules = json.loads(RULED_RESULTS.read_text())
     compiled_results = json.loads(COMPILED_RESULTS.read_text())
-    PAGE.write_text(page(parts, of_rules["cells"], compiled_results))
+    captured_results = read_captured()
+    PAGE.write_text(page(parts, of_rules["cells"], compiled_results, captured_results))
     write_result(PROVEN, proven_pairs(parts))
     STRATEGIES_PAGE.write_text(strategies_page())
     is_broken = any(one[3] == "broken" for part in parts.values() for one in part["cells"])
     others = (*of_rules["cells"], *compiled_results["cells"])
+    others += tuple(one for part in captured_results.values() for one in part["cells"])
     sys.exit(is_broken or any(one["kind"] == "broken" for one in others))
 
 
@@ -465,7 +499,24 @@ def of_compiled() -> dict[str, object]:
     return of_a_kind("compiled", found, len(matrix.made), started)
 
 
-def of_a_kind(kind: str, found: list[Outcome], num_made: int, started: float) -> dict[str, object]:
+def read_captured() -> dict[str, Any]:
+    """Results of captured passes, by method."""
+    return json.loads(CAPTURED_RESULTS.read_text()) if CAPTURED_RESULTS.is_file() else {}
+
+
+def of_captured(method: str, largest: int) -> dict[str, object]:
+    """The cells of a method's captured passes that no plan refuses, with where they were made."""
+    started = time.time()
+    with TemporaryDirectory() as folder:
+        matrix = Matrix(Path(folder))
+        made = (matrix.outcome(cell) for cell in captured(largest) if cell.method == method)
+        found = [one for one in made if one.kind != "refused"]
+    return of_a_kind("captured", found, len(matrix.made), started, f" {largest} --method {method}")
+
+
+def of_a_kind(
+    kind: str, found: list[Outcome], num_made: int, started: float, size: str = ""
+) -> dict[str, object]:
     """The result of an option that makes cells of one kind."""
     for one in found:
         if one.kind == "broken":
@@ -482,7 +533,7 @@ def of_a_kind(kind: str, found: list[Outcome], num_made: int, started: float) ->
     reported = {
         key: where[key] for key in ("device", "commit", "date", "versions", "distinct_plans", "seconds")
     }
-    return {"command": f"python benchmarks/exactness.py --{kind}", **reported, "cells": cells}
+    return {"command": f"python benchmarks/exactness.py --{kind}{size}", **reported, "cells": cells}
 
 
 def as_json(method: str, found: list[dict], num_made: int, seconds: int) -> dict[str, object]:
@@ -532,10 +583,10 @@ def read(parts: dict) -> list[dict]:
     ]
 
 
-def page(parts: dict, of_rules: list[dict], compiled_results: dict) -> str:
+def page(parts: dict, of_rules: list[dict], compiled_results: dict, captured_results: dict) -> str:
     """docs/exactness.md."""
     found = read(parts)
-    counts = Counter(one["kind"] for one in found)
+    counts, captured = Counter(one["kind"] for one in found), captured_cells.shares(captured_results)
     worst = max((one for one in found if one["worst"] is not None), key=lambda one: one["worst"])
     lines = [
         "# Exactness: every strategy with every other",
@@ -562,13 +613,14 @@ def page(parts: dict, of_rules: list[dict], compiled_results: dict) -> str:
         "",
         "Back ends that need a GPU (flash, flash3, torch_varlen, flex), and what has nothing to do on a CPU",
         f"(`optimizer_offload`) or in one process (`{'`, `'.join(OF_SEVERAL_PROCESSES)}`), are not measured",
-        "here. Cells of compiled layers are below.",
+        "here. Cells of compiled layers are below, and those of captured passes.",
         "",
-        "| method | cells | plans made | seconds | device | date | commit | torch |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | cells | captured | plans made | seconds | device | date | commit | torch |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {method} | {len(part['cells']):,} | {part['distinct_plans']:,} | {part['seconds']:,} | "
+        f"| {method} | {len(part['cells']):,} | {captured.get(method, 'not made')} | "
+        f"{part['distinct_plans']:,} | {part['seconds']:,} | "
         f"{part['device']} | {part['date']} | {part['commit']} | {part['versions']['torch']} |"
         for method, part in parts.items()
     ]
@@ -587,6 +639,7 @@ def page(parts: dict, of_rules: list[dict], compiled_results: dict) -> str:
         lines += [f"No triples with `{'`, `'.join(alone)}` were made.", ""]
     lines += _rules_section(of_rules)
     lines += compiled_cells.section(compiled_results)
+    lines += captured_cells.section(captured_results)
     lines += ["## Triples", "", *_triples(found), "", "## Why cells are refused", "", *_reasons(found), ""]
     return "\n".join(lines)
 

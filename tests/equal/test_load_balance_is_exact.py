@@ -69,7 +69,7 @@ def derived(stepper: Stepper) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     model.set_experts_implementation("eager")
     for module in model.modules():
         module._forward_hooks.clear()
-    is_token = torch.cat([torch.full((count,), bool(rows)) for count, rows in micro_batch.runs])
+    is_token = torch.cat([torch.full((count,), bool(rows)) for count, rows in micro_batch.runs_R2.tolist()])
     mask_BT = is_token.view_as(micro_batch.input_ids).long()
     out = model.model(input_ids=micro_batch.input_ids, attention_mask=mask_BT, output_router_logits=True)
     config = model.config

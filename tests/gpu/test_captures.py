@@ -1,12 +1,14 @@
-"""What a CUDA graph draws, on a GPU: the numbers of the pass that it was recorded from."""
+"""Captures on a GPU: what a graph draws is what its pass draws, and what a launch takes the host."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
+from memtrain.memory.hardware.calibration import VARIABLE, launches_of
 from memtrain.trainers.model.offload.checkpointing import recompute
 from memtrain.trainers.runtime.cuda_graphs import CudaGraphs
+from memtrain.trainers.runtime.launch_time import measure_launches
 
 pytestmark = pytest.mark.gpu
 
@@ -52,3 +54,11 @@ def test_a_replay_drops_what_the_pass_drops(cuda: torch.device, is_computed_agai
             for mine, theirs in zip(found(), expected, strict=True):
                 assert torch.equal(mine, theirs)
             assert torch.equal(torch.cuda.get_rng_state(cuda), after)
+
+
+def test_a_run_measures_and_keeps_its_launches(cuda: torch.device, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    found = measure_launches(cuda)
+    assert found is not None
+    assert 1e-6 < found < 1e-3
+    assert launches_of(torch.cuda.get_device_name(cuda)).launch_s == found

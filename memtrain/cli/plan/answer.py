@@ -355,6 +355,7 @@ def as_json(made: Answer, traced: Traced | None, why_not: str) -> dict[str, Any]
         "budget_bytes": resolved.prediction.budget_bytes,
         "host": host_json(made),
         "step_s": made.step_s,
+        "host_share": made.chosen.host_share,
         "rollout_s": None if made.rollout is None else made.rollout.seconds,
         "tokens_per_s": made.tokens_per_s,
         "settings": resolved.settings.model_dump(mode="json"),

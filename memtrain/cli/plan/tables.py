@@ -35,6 +35,8 @@ WHEN = {
     "saving": "while a checkpoint is written",
 }
 """Phases of the host's memory in words."""
+TOLD_SHARE = 0.05
+"""Share of a step that waits for the host, from which on it is said. Taste."""
 
 
 def print_answer(made: Answer, *, explain: bool) -> None:
@@ -75,6 +77,12 @@ def print_answer(made: Answer, *, explain: bool) -> None:
         f"Predicted speed: {made.tokens_per_s:,.0f} tokens/s, {seconds(made.step_s)} a step"
         f"{_rollout_words(made)}. It is computed, not measured: use it to compare plans."
     )
+    if made.chosen.host_share >= TOLD_SHARE:
+        print_text(
+            f"The host is the limit: for {made.chosen.host_share:.0%} of a step the GPU waits for operators "
+            "that Python has not launched yet. Larger micro-batches, or fewer and larger kernels "
+            "(model.liger), shorten that."
+        )
     if explain:
         _print_rest(made)
     else:

@@ -125,17 +125,18 @@ class Priced:
     """Of one optimizer step of one process."""
     token_s: float
     """Seconds for each token that a process learns from."""
+    host_share: float = 0.0
+    """Share of the step for which a GPU waits for the host's launches."""
 
 
 def price(settings: Settings, facts: PlannerInputs) -> Priced:
     """Cost of settings in memory and in time, by arithmetic."""
     prediction = predict(settings, facts)
     typical, num_micro_batches = typical_micro_batch(settings, facts)
-    seconds = step_time(
-        settings, facts.shape, typical, facts.hardware, num_micro_batches=num_micro_batches
-    ).seconds
+    found = step_time(settings, facts.shape, typical, facts.hardware, num_micro_batches=num_micro_batches)
     tokens = max(1, typical.tokens * num_micro_batches) / settings.context_parallel
-    return Priced(settings, prediction, need_of(prediction, settings), seconds, seconds / tokens)
+    need, seconds = need_of(prediction, settings), found.seconds
+    return Priced(settings, prediction, need, seconds, seconds / tokens, found.waits_s / seconds)
 
 
 def predict(settings: Settings, facts: PlannerInputs, batch: HeaviestBatch | None = None) -> Prediction:

@@ -42,6 +42,9 @@ FUSED_OPERATORS, FUSED_TRAFFIC = 0.64, 0.55
 """Shares of both that fused kernels leave: 78 operators of a layer in place of 122; of the bytes, over what a
 layer keeps, 2.8 of 4.1 forward and 3.6 of 9.2 backward. Counted on traces of Qwen3-0.6B
 (benchmarks/kernel_counts.py). Compiled layers are taken to fuse as much: what a compiler makes is its own."""
+REPLAY_OPERATORS = 12
+"""Operators of a micro-batch that is replayed: its tensors are copied to their places, and one graph started.
+Of the pool nothing is added to a plan's peak: a capture makes the tensors of the pass it is made of."""
 STEP_LAUNCHES = 2.2
 """Host time of an operator in a step over that of a bare one on a GPU, which `memtrain calibrate` measures:
 modules, views and the graph come beside. Measured on a core of an x86 server, layers of Llama 32 wide: 11 us
@@ -70,6 +73,8 @@ class StepTime(NamedTuple):
     launch_s: float
     copy_s: float
     """Between host and device."""
+    waits_s: float
+    """Time for which the device waits for operators that the host has not launched yet."""
 
 
 def step_time(
@@ -89,9 +94,9 @@ def step_time(
     products = num_micro_batches * ((_layer_operations(load) + _head_operations(load)) / rate + attention)
     traffic = num_micro_batches * (_layer_traffic(load) + _head_traffic(load)) / rates.bytes_per_s
     optimizer = _optimizer_traffic(settings, shape) / rates.bytes_per_s
+    in_passes = REPLAY_OPERATORS if settings.step_graphs else _layer_operators(load) + _tile_operators(load)
     launch = operator_s(hardware, rates) * (
-        num_micro_batches * (_layer_operators(load) + _tile_operators(load))
-        + _optimizer_operators(settings, shape)
+        num_micro_batches * in_passes + _optimizer_operators(settings, shape)
     )
     copy = num_micro_batches * _copied(load) / rates.host_bytes_per_s
     if settings.offload == "all" and settings.device == "cuda" and hardware.measured is None:
@@ -119,7 +124,8 @@ def step_time(
     if not settings.in_backward:
         stepping += host_step_s(settings, shape, hardware)
     seconds = _overlapped(device + stepping, launch)
-    return StepTime(seconds, products, traffic, optimizer, launch, 2 * copy + states)
+    late = max(0.0, launch - device - stepping) if settings.device == "cuda" else 0.0
+    return StepTime(seconds, products, traffic, optimizer, launch, 2 * copy + states, late)
 
 
 def operator_s(hardware: Hardware, rates: Rates) -> float:

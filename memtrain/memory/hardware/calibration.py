@@ -56,6 +56,16 @@ class Measured(Section):
     """Memory of single kernels inside themselves, by kernel."""
 
 
+class Launches(Section):
+    """Host time of a launch, as runs on a device measure it at their start."""
+
+    device: str
+    made: str
+    """Day, as 2026-11-28."""
+    launch_s: float
+    """The least of a hundred launches' mean in a run: of the newest one."""
+
+
 def folder() -> Path | None:
     """Folder of the store, or None where the store of measurements is switched off."""
     written = os.environ.get(VARIABLE)
@@ -96,6 +106,30 @@ def measured_of(device: str) -> Measured | None:
         return None
     try:
         return Measured.model_validate_json(file.read_text())
+    except (ValidationError, OSError):
+        return None
+
+
+def launches_file(device: str) -> Path | None:
+    """The file of a device's launches under today's versions."""
+    base = folder()
+    return None if base is None else base / f"launches-{_slug(device)}-{_digest(versions())}.json"
+
+
+def remember_launches(found: Launches) -> None:
+    """Write them, in the place of those of an earlier run."""
+    file = launches_file(found.device)
+    if file is not None:
+        write_whole(file, found.model_dump_json(indent=1))
+
+
+def launches_of(device: str) -> Launches | None:
+    """What the last run on a device has measured; None where none has, or the file cannot be read."""
+    file = launches_file(device)
+    if file is None or not file.is_file():
+        return None
+    try:
+        return Launches.model_validate_json(file.read_text())
     except (ValidationError, OSError):
         return None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from memtrain.errors import RecipeError
-from memtrain.memory.hardware.calibration import Measured, measured_of
+from memtrain.memory.hardware.calibration import Measured, launches_of, measured_of
 from memtrain.memory.hardware.cards import (
     CARDS,
     REACHED,
@@ -210,16 +210,17 @@ def detect(device: Literal["auto", "cpu", "cuda"] = "auto") -> Hardware:
 def _calibrated(found: Hardware) -> Hardware:
     """The hardware of this machine with its measured rates, where there are any. Rates of a CPU are of one
     core."""
-    measured = measured_of(found.name)
+    measured, launches = measured_of(found.name), launches_of(found.name)
     if measured is None:
-        return found
+        known = found.rates if launches is None else replace(found.rates, launch_s=launches.launch_s)
+        return replace(found, rates=known)
     cores = found.num_cores if found.device == "cpu" else 1
     rates = Rates(
         half_matmul_per_s=measured.half_matmul_per_s * cores,
         single_matmul_per_s=measured.single_matmul_per_s * cores,
         bytes_per_s=measured.bytes_per_s,
         host_bytes_per_s=measured.host_bytes_per_s,
-        launch_s=measured.launch_s,
+        launch_s=measured.launch_s if launches is None else launches.launch_s,
         kernel_s=found.rates.kernel_s,
     )
     return replace(found, rates=rates, measured=measured)

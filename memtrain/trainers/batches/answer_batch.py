@@ -146,7 +146,7 @@ def _shared(groups: Sequence[Group], pad_id: int, multiple: int | None) -> tuple
         scored_index=layout.predicting_rows[is_loss_token_N],
         targets=input_T[layout.predicted_rows[is_loss_token_N]],
         num_tokens=len(ids) - padding,
-        runs=_runs(groups, padding),
+        runs_R2=torch.tensor(_runs(groups, padding)),
     )
     ends = accumulate((len(answer.ids) for answer in answers), initial=layout.num_prompt_tokens)
     last = [end - 1 for end in ends][1:]

@@ -116,7 +116,8 @@ class MicroBatch:
     scored_index: int64 [N], rows of the flattened hidden states [B * T, D] that predict a loss token.
     targets: int64 [N], the loss tokens.
     num_tokens: tokens that are not padding.
-    runs: tokens one after another, and of how many rows each of them is one: (number, rows). 0 rows: padding.
+    runs_R2: int64 [R, 2], tokens one after another, and of how many rows each of them is one: (number, rows).
+        0 rows: padding.
     """
 
     input_ids: Tensor
@@ -125,7 +126,7 @@ class MicroBatch:
     scored_index: Tensor
     targets: Tensor
     num_tokens: int
-    runs: tuple[tuple[int, int], ...]
+    runs_R2: Tensor
 
     @property
     def num_loss_tokens(self) -> int:
@@ -134,9 +135,8 @@ class MicroBatch:
 
     def token_weights(self) -> Tensor:
         """float32 [B * T]: of how many rows each token is one; 0 for padding, several for a shared prompt."""
-        counts, rows = torch.tensor(self.runs, dtype=torch.int64).unbind(1)
-        weight_T = rows.float().repeat_interleave(counts, output_size=self.input_ids.numel())
-        return weight_T.to(self.input_ids.device, non_blocking=True)
+        count_R, rows_R = self.runs_R2.unbind(1)
+        return rows_R.float().repeat_interleave(count_R, output_size=self.input_ids.numel())
 
     def model_inputs(self) -> dict[str, Any]:
         """The backbone's keyword arguments."""
@@ -145,16 +145,16 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""
-        ids, index, targets = (
+        ids, index, targets, runs_R2 = (
             tensor.to(device, non_blocking=True)
-            for tensor in (self.input_ids, self.scored_index, self.targets)
+            for tensor in (self.input_ids, self.scored_index, self.targets, self.runs_R2)
         )
         layout = self.layout.to(device, non_blocking=True) if self.layout is not None else None
         # A layout's positions are the batch's own.
         positions = (
             layout.position_ids if layout is not None else self.position_ids.to(device, non_blocking=True)
         )
-        return MicroBatch(ids, positions, layout, index, targets, self.num_tokens, self.runs)
+        return MicroBatch(ids, positions, layout, index, targets, self.num_tokens, runs_R2)
 
 
 def lay_end_to_end(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None = None) -> MicroBatch:
@@ -183,7 +183,7 @@ def lay_end_to_end(pieces: Sequence[Piece], *, pad_id: int, multiple: int | None
         scored_index=scored_N - 1,
         targets=input_T[scored_N],
         num_tokens=len(ids) - padding,
-        runs=((len(ids) - padding, 1), (padding, 0)),
+        runs_R2=torch.tensor(((len(ids) - padding, 1), (padding, 0))),
     )
 
 
@@ -213,7 +213,7 @@ def pad_right(
         scored_index=torch.from_numpy(index),
         targets=torch.from_numpy(ids_BT.reshape(-1)[index + 1]),
         num_tokens=sum(len(piece) for piece in pieces),
-        runs=tuple(run for piece in pieces for run in ((len(piece), 1), (width - len(piece), 0))),
+        runs_R2=torch.tensor([run for piece in pieces for run in ((len(piece), 1), (width - len(piece), 0))]),
     )
 
 
@@ -222,4 +222,4 @@ def nothing(*, pad_id: int, is_flat: bool, multiple: int | None = None) -> Micro
     piece = Piece(np.full(2, pad_id, np.int32), np.zeros(2, np.bool_))
     lay = lay_end_to_end if is_flat else pad_right
     made = lay([piece], pad_id=pad_id, multiple=multiple)
-    return replace(made, num_tokens=0, runs=((made.input_ids.numel(), 0),))
+    return replace(made, num_tokens=0, runs_R2=torch.tensor(((made.input_ids.numel(), 0),)))

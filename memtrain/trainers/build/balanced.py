@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.batches.collate import MicroBatch
 from memtrain.trainers.build.expert_load import CountsExperts, micro_batch_of
+from memtrain.trainers.losses.head.linear import Count, StepCount
 from memtrain.trainers.losses.head.request import LogprobRequest
 from memtrain.trainers.model.experts.load_balance import LoadBalance
 from memtrain.trainers.model.heads.reward_head import RewardScorer
@@ -28,7 +29,7 @@ class Balanced:
 
     inner: Method
     balance: LoadBalance
-    num_parts: int = 1
+    num_parts: StepCount = field(default_factory=StepCount)
     """Micro-batches of the step, of all ranks: each tells its share of the step's value."""
 
     def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
@@ -37,7 +38,7 @@ class Balanced:
             self.inner.before_step(model, ahead)
         if not torch.is_grad_enabled():
             return
-        self.num_parts = len(ahead.micro_batches) * ahead.num_ranks
+        self.num_parts.write(len(ahead.micro_batches) * ahead.num_ranks, ahead.device)
         counting = self.balance.counting(ahead.device, num_ranks=ahead.num_ranks)
         # Without dropout: a draw of its own would send tokens elsewhere than the step's.
         with torch.no_grad(), evaluating(model), counting:
@@ -46,15 +47,15 @@ class Balanced:
                 self.balance.of_tokens(micro_batch.token_weights())
                 _pass_through(model, micro_batch)
 
-    def loss(self, model: nn.Module, micro_batch: Any, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(self, model: nn.Module, micro_batch: Any, *, denominator: Count, want_stats: bool) -> Loss:
         """The method's own loss; its backward pass adds the gradient of the load-balance loss."""
         self.balance.of_tokens(micro_batch_of(micro_batch).token_weights())
         found = self.inner.loss(model, micro_batch, denominator=denominator, want_stats=want_stats)
         self.balance.beside(found.value)
         if not (want_stats and torch.is_grad_enabled()):
             return found
-        share = self.balance.value * denominator / self.num_parts
-        return Loss(found.value, {**found.sums, AUX_LOSS: share})
+        share = self.balance.value * denominator / self.num_parts.value
+        return found._replace(sums={**found.sums, AUX_LOSS: share})
 
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Means of the method itself, and the load-balance loss."""

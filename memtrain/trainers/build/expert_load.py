@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from memtrain.trainers.batches.collate import MicroBatch
+from memtrain.trainers.losses.head.linear import Count
 from memtrain.trainers.model.experts.token_counts import TokenCounts, token_counts
 from memtrain.trainers.protocols.events import Event, ExpertsEvent
 from memtrain.trainers.protocols.method import (
@@ -52,7 +53,7 @@ class CountsExperts:
         if isinstance(self.inner, BeforeStep):
             self.inner.before_step(model, ahead)
 
-    def loss(self, model: nn.Module, micro_batch: Any, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(self, model: nn.Module, micro_batch: Any, *, denominator: Count, want_stats: bool) -> Loss:
         """The method's own loss; with `want_stats` also the tokens that each expert was sent."""
 
         def own() -> Loss:
@@ -67,7 +68,7 @@ class CountsExperts:
         if counts_LE is None:
             return found
         name = SENT if torch.is_grad_enabled() else HELD_OUT
-        return Loss(found.value, {**found.sums, name: counts_LE.flatten().double()})
+        return found._replace(sums={**found.sums, name: counts_LE.flatten().double()})
 
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Means of the method itself, and the experts' load; the tokens of a training step are noted."""

@@ -24,6 +24,7 @@ from memtrain.trainers.batches.tensors import with_tensors
 from memtrain.trainers.build.balanced import balanced
 from memtrain.trainers.build.expert_load import with_expert_load
 from memtrain.trainers.distributed.context_parallel import shared
+from memtrain.trainers.losses.head.linear import Count
 from memtrain.trainers.model.context_parallel.groups import make_context
 from memtrain.trainers.model.experts.router_replay import RouterReplay
 from memtrain.trainers.model.heads.build import loss_form, scorer_of
@@ -37,7 +38,15 @@ from memtrain.trainers.model.offload.offloader import Offloader
 from memtrain.trainers.optim.build import build_optimizer
 from memtrain.trainers.optim.step import DistributedStep, set_rate, update
 from memtrain.trainers.protocols.feed import Feed, Ints, StepSource, StepWork, padded_tokens
-from memtrain.trainers.protocols.method import Batch, BeforeStep, Loss, Method, StepPreview, TracksPolicy
+from memtrain.trainers.protocols.method import (
+    Batch,
+    BeforeStep,
+    Loss,
+    Method,
+    SeesPasses,
+    StepPreview,
+    TracksPolicy,
+)
 from memtrain.trainers.reference.reference import Reference
 from memtrain.trainers.runtime.oom_errors import attempt, free
 from memtrain.trainers.runtime.ranks import Ranks
@@ -246,7 +255,7 @@ class OptimizerStep:
         return sums
 
     def passes(
-        self, micro_batches: Iterable[Any], *, denominator: float, num_micro_batches: int, want_stats: bool
+        self, micro_batches: Iterable[Any], *, denominator: Count, num_micro_batches: int, want_stats: bool
     ) -> dict[str, Tensor]:
         """Forward and backward passes of this rank; its sums, with `loss`. `engine.finish` makes gradients
         whole."""
@@ -260,7 +269,7 @@ class OptimizerStep:
         return totals
 
     def forward_backward(
-        self, micro_batch: Any, denominator: float, *, want_stats: bool, is_last: bool
+        self, micro_batch: Any, denominator: Count, *, want_stats: bool, is_last: bool
     ) -> dict[str, Tensor]:
         """Forward, loss and backward of a micro-batch; its sums, with `loss`, detached.
 
@@ -270,6 +279,7 @@ class OptimizerStep:
         loss = self.method.loss(self.model, micro_batch, denominator=denominator, want_stats=want_stats)
         with self.engine.last_pass() if is_last else nullcontext():
             self.engine.backward(loss.value)
+        show(self.method, loss)
         return {"loss": loss.value.detach(), **loss.sums}
 
     def update(self, step: int) -> Tensor:
@@ -397,3 +407,11 @@ def assemble(
     is_sliced = settings.context_parallel > 1
     method = with_expert_load(balanced(method, scorer, settings), scorer, is_sliced=is_sliced)
     return StepParts(scorer, method, optimizer, trained, reference)
+
+
+def show(method: Any, loss: Loss) -> None:
+    """Show a method, within others or not, what it wants to see of a pass."""
+    while not isinstance(method, SeesPasses) and hasattr(method, "inner"):
+        method = method.inner
+    if loss.seen and isinstance(method, SeesPasses):
+        method.saw(*loss.seen)

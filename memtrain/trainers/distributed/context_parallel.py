@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from memtrain.trainers.losses.head.linear import Count
 from memtrain.trainers.protocols.method import BeforeStep, Loss, Method, StepPreview, means_of
 
 
@@ -23,11 +24,11 @@ class Shared:
     inner: Method
     num_sharing: int
 
-    def loss(self, model: nn.Module, micro_batch: Any, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(self, model: nn.Module, micro_batch: Any, *, denominator: Count, want_stats: bool) -> Loss:
         """Share of the loss, and of the sums, of this rank."""
         whole = self.inner.loss(model, micro_batch, denominator=denominator, want_stats=want_stats)
         sums = {name: value / self.num_sharing for name, value in whole.sums.items()}
-        return Loss(whole.value / self.num_sharing, sums)
+        return whole._replace(value=whole.value / self.num_sharing, sums=sums)
 
     def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Run the method's own work before a step."""

@@ -28,6 +28,7 @@ from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.protocols.events import HostEvent, NoteEvent
 from memtrain.trainers.protocols.position import TrainState
 from memtrain.trainers.run_folder.event_sinks import EventSinks
+from memtrain.trainers.runtime.launch_time import measure_launches
 from memtrain.trainers.runtime.ranks import Ranks
 
 # Host time of a step: the share in which no operator was at work, as Python had not asked for one yet.
@@ -295,6 +296,8 @@ def host_time_of(plan: Plan, sinks: EventSinks, position: TrainState, ranks: Ran
         sinks.emit(event)
 
     is_on = ranks.is_main and plan.recipe.memory.measure_peaks
+    if is_on:
+        measure_launches(local_device(plan.settings))
     return HostTime(local_device(plan.settings), note, is_on=is_on)
 
 

@@ -31,7 +31,7 @@ from memtrain.trainers.batches.taught_batches import TaughtBatch, TaughtFeed
 from memtrain.trainers.losses.distill.linear import DistillResult, DistillTerms
 from memtrain.trainers.losses.distill.request import DistillRequest, HiddenStates, Inside, own_hidden
 from memtrain.trainers.losses.distill.teachers import Teacher, WholeTeacher
-from memtrain.trainers.losses.head.linear import Pairs
+from memtrain.trainers.losses.head.linear import Count, Pairs, one_over
 from memtrain.trainers.losses.head.request import HeadForm
 from memtrain.trainers.protocols.method import Loss
 from memtrain.trainers.reference.reference import FrozenReference, Reference, evaluating
@@ -53,13 +53,11 @@ class Distill:
     teacher: FrozenReference | None
 
     def loss(
-        self, model: nn.Module, micro_batch: TaughtBatch, *, denominator: float, want_stats: bool
+        self, model: nn.Module, micro_batch: TaughtBatch, *, denominator: Count, want_stats: bool
     ) -> Loss:
         """Sum of the tokens' losses over `denominator`; sums: divergence, NLL, agreement, the tail's mass."""
         rows = micro_batch
-        weights_N = torch.full(
-            rows.targets.shape, 1.0 / denominator, dtype=torch.float32, device=rows.targets.device
-        )
+        weights_N = one_over(denominator, tuple(rows.targets.shape), rows.targets.device)
         result = self._result(model, micro_batch, weights_N)
         if not want_stats:
             return Loss(result.loss, {})
@@ -67,7 +65,7 @@ class Distill:
         if self.recipe.cross_entropy_weight:
             sums["divergence"] = result.divergence_N.sum()
         if self.recipe.on_policy_fraction:
-            sums["on_policy"] = result.divergence_N.new_tensor(rows.is_written * rows.num_loss_tokens)
+            sums["on_policy"] = result.divergence_N.new_full((), rows.is_written * rows.num_loss_tokens)
         if micro_batch.likely is not None:
             sums["teacher_tail"] = micro_batch.likely.tail_N.exp().sum()
         return Loss(result.loss, sums)

@@ -14,7 +14,7 @@ training; the `sft` part is a mean over chosen tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.preference import Dpo as DpoRecipe
 from memtrain.trainers.batches.answer_batch import AnswerBatch
 from memtrain.trainers.batches.answer_batches import AnswerFeed
+from memtrain.trainers.losses.head.linear import Count, StepCount
 from memtrain.trainers.losses.preference.pairs import Divergence, PairKnobs, PairLogps
 from memtrain.trainers.losses.preference.registry import preference_loss, preference_sums
 from memtrain.trainers.protocols.method import Loss, StepPreview
@@ -68,7 +69,7 @@ class Dpo:
     recipe: DpoRecipe
     reference: Reference | None
     ask: AskLogps
-    chosen_tokens_per_pair: float = 1.0
+    chosen_tokens_per_pair: StepCount = field(default_factory=StepCount)
     """Divisor of the `sft` part over that of pairs, for the whole step."""
 
     @property
@@ -86,10 +87,11 @@ class Dpo:
     def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Count the chosen tokens of the step."""
         pairs = int(ahead.feed.weights[ahead.sequences].sum())
-        self.chosen_tokens_per_pair = ahead.feed.loss_tokens_of(ahead.sequences, 0) / max(1, pairs)
+        chosen = ahead.feed.loss_tokens_of(ahead.sequences, 0)
+        self.chosen_tokens_per_pair.write(chosen / max(1, pairs), ahead.device)
 
     def loss(
-        self, model: nn.Module, micro_batch: AnswerBatch, *, denominator: float, want_stats: bool
+        self, model: nn.Module, micro_batch: AnswerBatch, *, denominator: Count, want_stats: bool
     ) -> Loss:
         """Sum of the pairs' losses over `denominator`; sums: rewards, margin, accuracy, log-probs."""
         ld_alpha = self.recipe.ld_alpha
@@ -104,7 +106,7 @@ class Dpo:
             self.recipe.parts,
             self.knobs,
             num_pairs=denominator,
-            num_chosen_tokens=denominator * self.chosen_tokens_per_pair,
+            num_chosen_tokens=denominator * self.chosen_tokens_per_pair.value,
             pair_weights_B=weights_B,
         )
         return Loss(value, preference_sums(logps, self.knobs) if want_stats else {})

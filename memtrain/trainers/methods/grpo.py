@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.grpo_rloo import Grpo as GrpoRecipe
 from memtrain.trainers.batches.prompt_batches import PromptFeed
+from memtrain.trainers.losses.head.linear import Count
 from memtrain.trainers.losses.policy.registry import GammaShape, PolicyBatch, PolicyKnobs, policy_loss
 from memtrain.trainers.online.rollout.advantages import (
     decoupled_advantages,
@@ -78,7 +79,7 @@ class Grpo(PolicyMethod[GrpoRecipe]):
         return advantage_A.masked_fill(zero_advantage_A, 0.0)
 
     def loss(
-        self, model: nn.Module, micro_batch: PolicyMicro, *, denominator: float, want_stats: bool
+        self, model: nn.Module, micro_batch: PolicyMicro, *, denominator: Count, want_stats: bool
     ) -> Loss:
         """The policy loss, divided as its name says (not by `denominator`); sums over tokens."""
         learns_entropy = self.section.entropy_coef != 0
@@ -89,7 +90,8 @@ class Grpo(PolicyMethod[GrpoRecipe]):
             want_entropy=want_stats or learns_entropy,
             learns_entropy=learns_entropy,
         )
-        _, outside = self.old_and_mismatch(scored.logp_N, micro_batch)
+        old_N, outside = self.old_and_mismatch(scored.logp_N, micro_batch)
+        seen = (old_N.detach(), micro_batch.sampler_N)
         batch = PolicyBatch(
             logp_N=scored.logp_N,
             lengths_A=micro_batch.answers.lengths_A,
@@ -103,5 +105,5 @@ class Grpo(PolicyMethod[GrpoRecipe]):
         )
         made = policy_loss(batch, self.knobs, micro_batch.norms)
         if not want_stats:
-            return Loss(made.value, {})
-        return Loss(made.value, made.sums | token_sums(scored.logp_N, outside, self.mismatch))
+            return Loss(made.value, {}, seen)
+        return Loss(made.value, made.sums | token_sums(scored.logp_N, outside, self.mismatch), seen)

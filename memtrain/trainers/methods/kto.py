@@ -31,6 +31,7 @@ from memtrain.recipes.sections.methods.preference import Kto as KtoRecipe
 from memtrain.trainers.batches.answer_batch import AnswerBatch
 from memtrain.trainers.batches.answer_batches import AnswerFeed
 from memtrain.trainers.data.packing.mixed_answers import partners
+from memtrain.trainers.losses.head.linear import Count
 from memtrain.trainers.losses.preference.kto import apo_zero_unpaired_loss, kl_baseline, kto_loss
 from memtrain.trainers.protocols.method import Loss, StepPreview
 from memtrain.trainers.reference.answer_logps import answer_logps
@@ -106,10 +107,14 @@ class Kto:
                 total += self._log_ratios(model, batch).sum()
         if ahead.num_ranks > 1:
             dist.all_reduce(total)
-        self.baseline = kl_baseline(total / ahead.num_sharing, float(len(items)))
+        found = kl_baseline(total / ahead.num_sharing, float(len(items)))
+        if self.baseline.device != found.device:
+            self.baseline = torch.zeros_like(found)
+        # At one place: a captured pass reads it there.
+        self.baseline.copy_(found)
 
     def loss(
-        self, model: nn.Module, micro_batch: AnswerBatch, *, denominator: float, want_stats: bool
+        self, model: nn.Module, micro_batch: AnswerBatch, *, denominator: Count, want_stats: bool
     ) -> Loss:
         """Sum of the rows' losses over `denominator`; sums: rewards and log-probs by verdict, and z."""
         ratio_A = self._log_ratios(model, micro_batch)

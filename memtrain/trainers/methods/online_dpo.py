@@ -24,6 +24,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.online_dpo import OnlineDpo as OnlineDpoRecipe
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.answers import sum_per_answer
+from memtrain.trainers.losses.head.linear import Count, StepCount
 from memtrain.trainers.losses.preference.online_pairs import online_pair_loss
 from memtrain.trainers.online.rollout.advantages import weighted_rewards
 from memtrain.trainers.online.rollout.pair_batches import PairFeed
@@ -51,7 +52,7 @@ class OnlineDpo:
     temperature: float = 1.0
     """Of the policy that wrote the completions, and of the reference: both are scored as it was sampled."""
     metrics: dict[str, float] = field(default_factory=dict)
-    num_pairs: float = 1.0
+    num_pairs: StepCount = field(default_factory=StepCount)
     """Of the whole step."""
     answer_feed: type[PairFeed] = PairFeed
 
@@ -61,10 +62,10 @@ class OnlineDpo:
 
     def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Count the pairs of the step."""
-        self.num_pairs = max(1.0, float(len(ahead.sequences)))
+        self.num_pairs.write(max(1.0, float(len(ahead.sequences))), ahead.device)
 
     def loss(
-        self, model: nn.Module, micro_batch: PolicyMicro, *, denominator: float, want_stats: bool
+        self, model: nn.Module, micro_batch: PolicyMicro, *, denominator: Count, want_stats: bool
     ) -> Loss:
         """Sum of the pairs' losses over all pairs of the step (not over `denominator`); sums over pairs."""
         scored = answer_scores(model, micro_batch, temperature=self.temperature, want_entropy=False)
@@ -74,7 +75,7 @@ class OnlineDpo:
         chosen_B, rejected_B = ratio_A.view(-1, 2).unbind(1)
         margin_B = chosen_B - rejected_B
         value = online_pair_loss(
-            margin_B, loss=self.section.loss, beta=self.section.beta, num_pairs=self.num_pairs
+            margin_B, loss=self.section.loss, beta=self.section.beta, num_pairs=self.num_pairs.value
         )
         if not want_stats:
             return Loss(value, {})
@@ -86,7 +87,7 @@ class OnlineDpo:
             "pairs/accuracy": (margin_B > 0).float().sum(),
             "logps/chosen": logp_A.view(-1, 2)[:, 0].sum(),
             "logps/rejected": logp_A.view(-1, 2)[:, 1].sum(),
-            "pairs": torch.tensor(float(len(margin_B)), device=margin_B.device),
+            "pairs": margin_B.new_full((), len(margin_B)),
         }
         return Loss(value, {name: one.detach() for name, one in sums.items()})
 

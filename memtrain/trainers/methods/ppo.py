@@ -27,6 +27,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.ppo import Ppo as PpoRecipe
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.answers import sum_per_answer
+from memtrain.trainers.losses.head.linear import Count, at_least_one
 from memtrain.trainers.losses.policy.registry import clipped_loss, is_clipped
 from memtrain.trainers.losses.policy.value import clipped_value_loss
 from memtrain.trainers.online.rollout.advantages import generalised_advantages, standardised, weighted_rewards
@@ -105,11 +106,11 @@ class Ppo(PolicyMethod[PpoRecipe]):
         self.beta = kept["beta"]
 
     def loss(
-        self, model: nn.Module, micro_batch: PolicyMicro, *, denominator: float, want_stats: bool
+        self, model: nn.Module, micro_batch: PolicyMicro, *, denominator: Count, want_stats: bool
     ) -> Loss:
         """Policy loss + value_coef * value loss - entropy_coef * entropy, means over the tokens of the step
         that may be trained on (not over `denominator`); sums over tokens."""
-        section, num_tokens = self.section, max(1.0, micro_batch.norms.num_tokens)
+        section, num_tokens = self.section, at_least_one(micro_batch.norms.num_tokens)
         learns_entropy = section.entropy_coef != 0
         scored, value_N = valued_scores(
             model,
@@ -122,6 +123,7 @@ class Ppo(PolicyMethod[PpoRecipe]):
         assert micro_batch.return_N is not None, "The tokens were weighed."
         assert micro_batch.value_N is not None, "The pass was made."
         old_N, outside = self.old_and_mismatch(scored.logp_N, micro_batch)
+        seen = (old_N.detach(), micro_batch.sampler_N)
         ratio_N = (scored.logp_N - old_N).exp()
         loss_N = clipped_loss(ratio_N, micro_batch.token_advantage_N, self.clip)
         if self.mismatch != "none":
@@ -134,7 +136,7 @@ class Ppo(PolicyMethod[PpoRecipe]):
             assert scored.entropy_N is not None
             value = value - section.entropy_coef * scored.entropy_N.sum() / num_tokens
         if not want_stats:
-            return Loss(value, {})
+            return Loss(value, {}, seen)
         assert scored.entropy_N is not None
         low_N, high_N = is_clipped(ratio_N.detach(), micro_batch.token_advantage_N, self.clip)
         sums = {
@@ -145,7 +147,7 @@ class Ppo(PolicyMethod[PpoRecipe]):
             "loss/policy": loss_N.detach().sum(),
             "loss/value": value_loss.detach() * num_tokens,
         }
-        return Loss(value, sums | token_sums(scored.logp_N, outside, self.mismatch))
+        return Loss(value, sums | token_sums(scored.logp_N, outside, self.mismatch), seen)
 
 
 def adapted(beta: float, kl: float, target: float, share: float) -> float:

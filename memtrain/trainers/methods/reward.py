@@ -23,6 +23,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.preference import Reward as RewardRecipe
 from memtrain.trainers.batches.answer_batch import AnswerBatch
 from memtrain.trainers.batches.answer_batches import AnswerFeed
+from memtrain.trainers.losses.head.linear import Count
 from memtrain.trainers.losses.preference.calibration import calibration_error, calibration_sums
 from memtrain.trainers.losses.preference.reward import bradley_terry_loss, reward_sums
 from memtrain.trainers.protocols.method import Loss
@@ -44,7 +45,7 @@ class Reward:
     recipe: RewardRecipe
 
     def loss(
-        self, model: nn.Module, micro_batch: AnswerBatch, *, denominator: float, want_stats: bool
+        self, model: nn.Module, micro_batch: AnswerBatch, *, denominator: Count, want_stats: bool
     ) -> Loss:
         """Sum of the pairs' losses over `denominator`; sums: rewards, margin, accuracy, and calibration."""
         reward_A: Tensor = model(micro_batch.micro_batch.model_inputs(), micro_batch.last_A)

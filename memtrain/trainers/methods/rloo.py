@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.grpo_rloo import Rloo as RlooRecipe
 from memtrain.trainers.batches.prompt_batches import PromptFeed
+from memtrain.trainers.losses.head.linear import Count
 from memtrain.trainers.losses.policy.registry import is_clipped, mean_per_answer
 from memtrain.trainers.losses.policy.sequence_level import (
     answer_log_ratio,
@@ -71,12 +72,13 @@ class Rloo(PolicyMethod[RlooRecipe]):
         return advantage_A.masked_fill(zero_advantage_A, 0.0)
 
     def loss(
-        self, model: nn.Module, micro_batch: PolicyMicro, *, denominator: float, want_stats: bool
+        self, model: nn.Module, micro_batch: PolicyMicro, *, denominator: Count, want_stats: bool
     ) -> Loss:
         """The mean over the completions of the step (not over `denominator`); sums over tokens."""
         scored = answer_scores(model, micro_batch, temperature=self.temperature, want_entropy=want_stats)
         lengths_A = micro_batch.answers.lengths_A
         old_N, outside = self.old_and_mismatch(scored.logp_N, micro_batch)
+        seen = (old_N.detach(), micro_batch.sampler_N)
         log_ratio_A = answer_log_ratio(scored.logp_N, old_N, lengths_A)
         value = sequence_clipped_loss(
             log_ratio_A,
@@ -86,7 +88,7 @@ class Rloo(PolicyMethod[RlooRecipe]):
             mismatch_A=None if self.mismatch == "none" else mean_per_answer(outside.weight_N, lengths_A),
         )
         if not want_stats:
-            return Loss(value, {})
+            return Loss(value, {}, seen)
         assert scored.entropy_N is not None
         low_A, high_A = is_clipped(log_ratio_A.detach().exp(), micro_batch.advantage_A, self.clip)
         sums = {
@@ -95,7 +97,7 @@ class Rloo(PolicyMethod[RlooRecipe]):
             "clip_low": (low_A * lengths_A).float().sum(),
             "clip_high": (high_A * lengths_A).float().sum(),
         }
-        return Loss(value, sums | token_sums(scored.logp_N, outside, self.mismatch))
+        return Loss(value, sums | token_sums(scored.logp_N, outside, self.mismatch), seen)
 
     def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
         """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""

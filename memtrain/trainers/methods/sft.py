@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
 from memtrain.trainers.batches.collate import MicroBatch, TokenFeed
-from memtrain.trainers.losses.head.linear import LogprobResult, NllOptions, NllResult
+from memtrain.trainers.losses.head.linear import Count, LogprobResult, NllOptions, NllResult, one_over
 from memtrain.trainers.losses.head.request import LogprobRequest, NllRequest
 from memtrain.trainers.protocols.method import Loss
 from memtrain.trainers.reference.reference import Reference
@@ -28,7 +27,7 @@ from memtrain.trainers.reference.reference import Reference
 def sft_request(
     targets_N: Tensor,
     *,
-    num_tokens: float,
+    num_tokens: Count,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     want_stats: bool = False,
@@ -38,12 +37,12 @@ def sft_request(
     `num_tokens` counts the loss tokens of the whole optimizer step over all ranks, so that micro-batches
     and ranks add up to one large batch; where gradients are averaged over ranks, divide it by their number.
     """
-    weights_N = torch.full(targets_N.shape, 1.0 / num_tokens, dtype=torch.float32, device=targets_N.device)
+    weights_N = one_over(num_tokens, tuple(targets_N.shape), targets_N.device)
     options = NllOptions(label_smoothing, z_loss, want_stats, weight_of_all=1.0 / num_tokens)
     return NllRequest(targets_N, weights_N, options)
 
 
-def dft_loss(logp_N: Tensor, *, num_tokens: float) -> Tensor:
+def dft_loss(logp_N: Tensor, *, num_tokens: Count) -> Tensor:
     """Sum over tokens of -p * log p / `num_tokens`, p taken as a constant: unlikely tokens count less.
 
     `num_tokens` as in `sft_request`. The gradient is p times that of cross-entropy.
@@ -69,7 +68,7 @@ class Sft:
     recipe: SftRecipe
 
     def loss(
-        self, model: nn.Module, micro_batch: MicroBatch, *, denominator: float, want_stats: bool
+        self, model: nn.Module, micro_batch: MicroBatch, *, denominator: Count, want_stats: bool
     ) -> Loss:
         """Sum of the tokens' losses over `denominator`; sums: entropy, accuracy, nll where it differs."""
         if self.recipe.loss == "dft":
@@ -94,7 +93,7 @@ class Sft:
         return Loss(result.loss, sums)
 
     def _dynamic(
-        self, model: nn.Module, micro_batch: MicroBatch, denominator: float, want_stats: bool
+        self, model: nn.Module, micro_batch: MicroBatch, denominator: Count, want_stats: bool
     ) -> Loss:
         request = LogprobRequest(micro_batch.targets, want_entropy=want_stats, learns_entropy=False)
         result: LogprobResult = model(micro_batch.model_inputs(), micro_batch.scored_index, request)

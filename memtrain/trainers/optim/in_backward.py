@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from memtrain.memory.plan.sizes import backward_bucket
 from memtrain.trainers.optim.master_weights import MasterWeights
 from memtrain.trainers.optim.step import DistributedStep
+from memtrain.trainers.runtime.device_waits import host_acts
 
 
 class InBackward:
@@ -74,6 +75,7 @@ class InBackward:
         """Step the weights that wait for it, and free their gradients."""
         waiting, self._waiting = self._waiting, []
         if waiting and (self._is_real or self._makes_states):
+            host_acts("weights are stepped within the pass, by the rate of their step")
             with only(self._optimizer, waiting):
                 self._optimizer.step()
         for parameter in waiting:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from memtrain.trainers.losses.head.linear import Count
 from memtrain.trainers.protocols.events import Event
 
 Ints = NDArray[np.int64]
@@ -42,12 +43,14 @@ class Loss(NamedTuple):
     sums: dict[str, Tensor]
     """Sums for the metrics, detached, on the device: scalars, which the loop divides by `count`; of a vector
     the loop makes a sum of each number, `name/0` and so on."""
+    seen: tuple[Tensor, ...] = ()
+    """Tensors of the pass that the method is shown after it (`SeesPasses`)."""
 
 
 class Method(Protocol):
     """A training method: how a micro-batch becomes a loss."""
 
-    def loss(self, model: nn.Module, micro_batch: Any, *, denominator: float, want_stats: bool) -> Loss:
+    def loss(self, model: nn.Module, micro_batch: Any, *, denominator: Count, want_stats: bool) -> Loss:
         """The loss of `micro_batch`; with `want_stats` also the sums that the metrics need."""
         ...
 
@@ -76,6 +79,16 @@ class BeforeStep(Protocol):
 
     def before_step(self, model: nn.Module, ahead: StepPreview) -> None:
         """Compute the statistics that the coming micro-batches' losses need; called by all ranks together."""
+        ...
+
+
+@runtime_checkable
+class SeesPasses(Protocol):
+    """A method that keeps tensors of its passes. A pass that is replayed calls no method: what it keeps is in
+    its loss."""
+
+    def saw(self, *seen: Tensor) -> None:
+        """Take `Loss.seen` of a pass; they are the method's own."""
         ...
 
 

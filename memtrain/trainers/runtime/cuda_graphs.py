@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
 import torch
 
+from memtrain.trainers.runtime.device_waits import HostSide, recorded_by
 from memtrain.trainers.runtime.random_states import RandomStates, drawn_states, noted_by, read_states
 
 Run = Callable[[], None]
@@ -141,6 +142,7 @@ class CudaGraph:
         self._owner = owner
         self._graph = torch.cuda.CUDAGraph()
         self._draws = None if course is None or not course.returns else Draws(course, self._graph)
+        self.host = HostSide()
         self._inside = ExitStack()
 
     def begin(self) -> None:
@@ -155,12 +157,18 @@ class CudaGraph:
         try:
             self._graph.capture_begin(pool=owner.pool, capture_error_mode="thread_local")
             self._inside.enter_context(noted_by(self._draws or NO_COURSE))
+            self._inside.enter_context(recorded_by(self.host))
         except BaseException:
             self.abandon()
             raise
 
     def end(self) -> None:
         """End the capture."""
+        try:
+            self.host.close()
+        except BaseException:
+            self.abandon()
+            raise
         try:
             self._leave()
             self._graph.capture_end()
@@ -181,10 +189,10 @@ class CudaGraph:
 
     def replay(self) -> None:
         """Start the kernels."""
-        if self._draws is None:
-            self._graph.replay()
-            return
-        with self._draws.of_a_replay():
+        self.host.start(self._start)
+
+    def _start(self) -> None:
+        with nullcontext() if self._draws is None else self._draws.of_a_replay():
             self._graph.replay()
 
     def _leave(self) -> None:

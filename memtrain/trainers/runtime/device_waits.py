@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Run = Callable[[], None]
 aten = torch.ops.aten
 READS = {
     "_local_scalar_dense": "reads a number",
@@ -26,6 +30,57 @@ READS = {
 }
 """What the host waits for, by an operator's name."""
 INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostSide:
+    """What the host does around a recording: calls that parts of the pass ask for while it is recorded."""
+
+    before_end: list[Run] = field(default_factory=list[Run])
+    """Still recorded."""
+    before_replay: list[Run] = field(default_factory=list[Run])
+    after_replay: list[Run] = field(default_factory=list[Run])
+
+    def start(self, replay: Run) -> None:
+        """A replay, and what belongs around it."""
+        for one in self.before_replay:
+            one()
+        replay()
+        for one in self.after_replay:
+            one()
+
+    def close(self) -> None:
+        """The end of the recording."""
+        for one in self.before_end:
+            one()
+
+
+_recording: list[HostSide] = []
+"""Recordings under way, the innermost last. Of the process: autograd calls from threads of its own."""
+
+
+@contextmanager
+def recorded_by(side: HostSide) -> Iterator[None]:
+    """Passes are recorded inside."""
+    _recording.append(side)
+    try:
+        yield
+    finally:
+        _recording.remove(side)
+
+
+def host_side() -> HostSide | None:
+    """Of the recording under way; None where a pass is computed as ever."""
+    return _recording[-1] if _recording else None
+
+
+def host_acts(what: str) -> None:
+    """Say that the host takes part in a pass here.
+
+    Raises: RuntimeError within a recording, which could not repeat it.
+    """
+    if _recording:
+        raise RuntimeError(f"a recording cannot repeat what the host does: {what}")
 
 
 def wait_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from memtrain.trainers.runtime.cuda_graphs import Run, recorded
-from memtrain.trainers.runtime.device_waits import wait_of
+from memtrain.trainers.runtime.device_waits import HostSide, recorded_by, wait_of
 from memtrain.trainers.runtime.random_states import (
     RandomStates,
     ReadStates,
@@ -31,6 +31,9 @@ MADE_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_emp
 """Operators that start no kernel: their memory holds what the replay before left there."""
 HOST_READS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__)
 """What reads a tensor of the device and is no operator on a CPU."""
+
+SENDS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
+"""What sends Python's numbers to the device that it is given; `full` has them as arguments of a kernel."""
 
 
 class OperatorTape:
@@ -99,6 +102,7 @@ class Tape(TorchDispatchMode):
         self.steps: list[Callable[[], None]] = []
         self.made: dict[int, Tensor] = {}
         """A tensor of each storage that the recording made, by the storage."""
+        self.host = HostSide()
         self._owner = owner
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._of_python: dict[int, Tensor] = {}
@@ -115,12 +119,16 @@ class Tape(TorchDispatchMode):
     def begin(self) -> None:
         """Record from here on."""
         self._generators[torch.default_generator] = torch.default_generator.get_state()
-        for context in (_disable_current_modes(), noted_by(self), _HostReads(self), self):
+        modes = (_disable_current_modes(), _HostReads(self), self)
+        for context in (noted_by(self), recorded_by(self.host), *modes):
             self._inside.enter_context(context)
 
     def end(self) -> None:
         """Record no more: what was written is undone, and what was made holds no numbers."""
-        self.abandon()
+        try:
+            self.host.close()
+        finally:
+            self.abandon()
         with torch.no_grad(), _disable_current_modes():
             for one in self.made.values():
                 _spoil(one)
@@ -144,6 +152,9 @@ class Tape(TorchDispatchMode):
         if not self._is_whole:
             raise RuntimeError("a recording that was not ended, or whose memory was released, was started")
         self._owner.num_starts += 1
+        self.host.start(self._start)
+
+    def _start(self) -> None:
         with torch.no_grad(), _disable_current_modes():
             for step in self.steps:
                 step()
@@ -259,7 +270,7 @@ class TapeStates:
 
 
 class _HostReads(TorchFunctionMode):
-    """Sees the reads of a tensor that no operator is made of."""
+    """Sees reads of a tensor, and numbers sent to a device, that are no operators on a CPU."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -268,6 +279,9 @@ class _HostReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in HOST_READS:
             self._tape.refuse_read(args[0], func.__name__)
+        # Without a device a single number stays with the host, as an argument of kernels.
+        if func in SENDS and (func is Tensor.new_tensor or (kwargs or {}).get("device") is not None):
+            raise RuntimeError(f"a recording cannot wait for the host to send numbers: {func.__name__}")
         return func(*args, **(kwargs or {}))
 
 

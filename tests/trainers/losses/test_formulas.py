@@ -199,7 +199,7 @@ def test_ppo_scores_at_the_sampling_temperature_and_learns_values():
 def test_online_dpo_scores_at_the_temperature_that_its_completions_were_written_at():
     """-log sigmoid(beta ((log p_w - log q_w) - (log p_l - log q_l))), at T = 0.7, over the pairs."""
     method = online_dpo.method(recipe("online_dpo", OnlineDpo(beta=0.4), temperature=0.7))
-    method.num_pairs = 3.0
+    method.num_pairs.write(3.0, torch.device("cpu"))
     scores = [sum(logp(0.7)[n] - REFERENCE[n] for n in span) for span in SPANS]
     expected = sum(math.log1p(math.exp(-0.4 * (scores[i] - scores[i + 1]))) for i in (0, 2)) / 3
     made = method.loss(Scorer(), micro_batch(), denominator=1.0, want_stats=True).value

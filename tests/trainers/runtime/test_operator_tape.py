@@ -200,6 +200,8 @@ WAITS: dict[str, Callable[[], object]] = {
     "equality": lambda: torch.equal(X, X),
     "a choice": lambda: X.masked_select(MASK),
     "numbers to send": lambda: torch.tensor([1.0, 2.0]),
+    "a number to a device": lambda: torch.tensor(1.0, device=X.device),
+    "a number like another": lambda: X.new_tensor(1.0),
     "a number to send": lambda: torch.zeros(3).index_put_((X.long() % 3,), torch.tensor(1.0)),
 }
 

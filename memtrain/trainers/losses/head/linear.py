@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,45 @@ from memtrain.trainers.losses.head.tiles import (
     wide_dtype,
     without_autocast,
 )
+
+# Counts of a whole optimizer step that losses divide by: Python's numbers, or scalars on the device. A pass
+# that is captured reads them from a fixed place, where each step writes its own. The arithmetic is that of
+# Python's numbers, in float64, so that no bit moves.
+
+
+Count = float | Tensor
+"""A number, or a float64 scalar on the device."""
+
+
+@dataclass(slots=True, eq=False)
+class StepCount:
+    """A count of each step at one place of the device; no copy of the host's numbers is waited for."""
+
+    value: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
+
+    def write(self, count: float, device: torch.device) -> None:
+        """The count of the coming step."""
+        if self.value.device != device:
+            self.value = torch.ones((), dtype=torch.float64, device=device)
+        self.value.fill_(count)
+
+
+def on_device(count: Count, device: torch.device) -> Tensor:
+    """A number as a scalar of the device, which it is not sent to."""
+    return count if isinstance(count, Tensor) else torch.full((), count, dtype=torch.float64, device=device)
+
+
+def at_least_one(count: Count) -> Count:
+    """The count, 1 where there is nothing to divide."""
+    return count.clamp(min=1.0) if isinstance(count, Tensor) else max(count, 1.0)
+
+
+def one_over(count: Count, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """float32 `shape`: 1 / count everywhere."""
+    if isinstance(count, Tensor):
+        return (1.0 / count).float().expand(shape).contiguous()
+    return torch.full(shape, 1.0 / count, dtype=torch.float32, device=device)
+
 
 # Gradients of a head loss, tile by tile: over tokens, or over vocabulary and tokens.
 
@@ -340,7 +380,7 @@ class NllOptions(NamedTuple):
     """Coefficient of its z-loss."""
     want_stats: bool = False
     """Log p, entropy and top-1 hit of each token."""
-    weight_of_all: float | None = None
+    weight_of_all: Count | None = None
     """The weight, where every token has the same; Liger's kernel then makes gradients in the forward pass."""
 
 

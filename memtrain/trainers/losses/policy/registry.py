@@ -20,6 +20,7 @@ from torch import Tensor
 
 from memtrain.recipes.sections.methods.online_base import MismatchMode
 from memtrain.trainers.losses.answers import sum_per_answer
+from memtrain.trainers.losses.head.linear import Count, at_least_one, on_device, one_over
 
 # Quantiles of any number of values: torch's own refuse more than 16.8 million.
 
@@ -336,16 +337,26 @@ class PolicyKnobs:
 class Norms:
     """Divisors of a whole optimizer step, over all micro-batches and ranks: then they add up."""
 
-    num_answers: float
+    num_answers: Count
     """Answers of the step, those without signal and truncated ones included."""
-    num_tokens: float
+    num_tokens: Count
     """Tokens of the step that may be trained on."""
-    rollout_tokens: float
+    rollout_tokens: Count
     """Tokens of the rollout that may be trained on, divided by its optimizer steps."""
     max_tokens: int
     """Most tokens of a completion."""
-    kept_tokens: float | None = None
+    kept_tokens: Count | None = None
     """Tokens of the step that a top-entropy mask keeps; None: all."""
+
+    def on_device(self, device: torch.device) -> Norms:
+        """The same as scalars of the device."""
+        return Norms(
+            on_device(self.num_answers, device),
+            on_device(self.num_tokens, device),
+            on_device(self.rollout_tokens, device),
+            self.max_tokens,
+            None if self.kept_tokens is None else on_device(self.kept_tokens, device),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,14 +398,17 @@ def token_weights(lengths_A: Tensor, num_tokens: int, loss: str, norms: Norms) -
     """
     per = NORMALISERS[loss]
     if per == "answer":
-        return per_token(1.0 / (lengths_A.clamp_min(1) * norms.num_answers), lengths_A, num_tokens)
+        answers = norms.num_answers
+        # In float32, as a number of Python's beside integers is.
+        answers = answers.float() if isinstance(answers, Tensor) else answers
+        return per_token(1.0 / (lengths_A.clamp_min(1) * answers), lengths_A, num_tokens)
     divisor = {
         "step_tokens": norms.num_tokens,
         "rollout_tokens": norms.rollout_tokens,
         "longest": norms.num_answers * norms.max_tokens,
         "sum": norms.num_answers,
     }[per]
-    return torch.full((num_tokens,), 1.0 / max(divisor, 1.0), device=lengths_A.device)
+    return one_over(at_least_one(divisor), (num_tokens,), lengths_A.device)
 
 
 def policy_loss(batch: PolicyBatch, knobs: PolicyKnobs, norms: Norms) -> PolicyLoss:
@@ -434,7 +448,7 @@ def policy_loss(batch: PolicyBatch, knobs: PolicyKnobs, norms: Norms) -> PolicyL
         assert batch.entropy_N is not None, "An entropy term needs the entropy."
         entropy_N = batch.entropy_N if batch.is_kept_N is None else batch.entropy_N * batch.is_kept_N
         kept_tokens = norms.kept_tokens if norms.kept_tokens is not None else norms.num_tokens
-        value = value - knobs.entropy_coef * entropy_N.sum() / max(kept_tokens, 1.0)
+        value = value - knobs.entropy_coef * entropy_N.sum() / at_least_one(kept_tokens)
     return PolicyLoss(value, sums)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from memtrain.trainers.losses.answers import sum_per_answer
+from memtrain.trainers.losses.head.linear import Count
 from memtrain.trainers.losses.policy.registry import Clip, clipped_loss
 
 
@@ -20,7 +21,7 @@ def sequence_clipped_loss(
     advantage_A: Tensor,
     clip: Clip,
     *,
-    num_answers: float,
+    num_answers: Count,
     mismatch_A: Tensor | None = None,
 ) -> Tensor:
     """Sum over answers of -min(r A, clip(r) A), divided by `num_answers` of the whole optimizer step.

@@ -7,9 +7,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from memtrain.trainers.losses.head.linear import Count
+
 
 def clipped_value_loss(
-    value_N: Tensor, old_value_N: Tensor, return_N: Tensor, *, clip: float | None, num_tokens: float
+    value_N: Tensor, old_value_N: Tensor, return_N: Tensor, *, clip: float | None, num_tokens: Count
 ) -> Tensor:
     """Sum over tokens of max((v - R)^2, (clip(v, old +- clip) - R)^2) / 2, divided by `num_tokens`.
 

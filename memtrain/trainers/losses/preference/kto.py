@@ -7,6 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from memtrain.trainers.losses.head.linear import Count
+
 
 def kl_baseline(mismatched_ratio_sum: Tensor, num_mismatched: float) -> Tensor:
     """max(0, mean of r over mismatched prompt-answer pairs): how far the policy has drifted, a constant.
@@ -24,7 +26,7 @@ def kto_loss(
     is_desirable_B: Tensor,
     baseline: Tensor,
     *,
-    num_rows: float,
+    num_rows: Count,
     beta: float,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
@@ -45,7 +47,7 @@ def apo_zero_unpaired_loss(
     ratio_B: Tensor,
     is_desirable_B: Tensor,
     *,
-    num_rows: float,
+    num_rows: Count,
     beta: float,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,

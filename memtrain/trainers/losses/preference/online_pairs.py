@@ -7,8 +7,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from memtrain.trainers.losses.head.linear import Count
 
-def online_pair_loss(margin_B: Tensor, *, loss: str, beta: float, num_pairs: float) -> Tensor:
+
+def online_pair_loss(margin_B: Tensor, *, loss: str, beta: float, num_pairs: Count) -> Tensor:
     """Sum over pairs, divided by `num_pairs` of the whole optimizer step.
 
     `margin_B`: log p(chosen) / q(chosen) - log p(rejected) / q(rejected), each summed over the tokens of its

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memtrain.recipes.sections.methods.pair_losses import PAIR_LOSSES, PairLossName
+from memtrain.trainers.losses.head.linear import Count
 from memtrain.trainers.losses.preference import margin, pointwise
 from memtrain.trainers.losses.preference import optimal_transport as transport
 from memtrain.trainers.losses.preference import reference_free as free
@@ -45,8 +46,8 @@ def preference_loss(
     parts: Mapping[PairLossName, float],
     knobs: PairKnobs,
     *,
-    num_pairs: float,
-    num_chosen_tokens: float | None = None,
+    num_pairs: Count,
+    num_chosen_tokens: Count | None = None,
     pair_weights_B: Tensor | None = None,
 ) -> Tensor:
     """Sum over named losses of weight * (sum over pairs) / `num_pairs`, a scalar.

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from memtrain.trainers.losses.head.linear import Count
+
 
 def bradley_terry_loss(
     chosen_B: Tensor,
     rejected_B: Tensor,
     *,
-    num_pairs: float,
+    num_pairs: Count,
     margin_B: Tensor | None = None,
     center_coefficient: float = 0.0,
 ) -> Tensor:

@@ -141,6 +141,19 @@ def packed_layout(lengths: Sequence[int], device: torch.device | str = "cpu") ->
     )
 
 
+def even_layout(num_rows: int, length: int, device: torch.device | str) -> Layout:
+    """`packed_layout` of rows of one length, counted on the device: nothing is sent to it."""
+    bounds = tuple(range(0, (num_rows + 1) * length, length))
+    cu = torch.arange(0, (num_rows + 1) * length, length, dtype=torch.int32, device=device)
+    return Layout(
+        within=Part(bounds, bounds, cu, cu, length, length, is_causal=True),
+        to_prompt=None,
+        num_prompt_tokens=0,
+        position_ids=torch.arange(length, device=device).repeat(num_rows)[None],
+        longest_span=length,
+    )
+
+
 def shared_layout(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu") -> Layout:
     """Groups of `(prompt length, completion lengths)`: prompts first, then the completions group by group.
 

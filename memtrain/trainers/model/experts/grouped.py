@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memtrain.trainers.model.quantized.packed import Matrices
+from memtrain.trainers.runtime.device_waits import host_acts
 
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU, for torch's grouped product in bfloat16."""
@@ -52,6 +53,7 @@ def looped_product(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
 
 def ends_on_host(ends_E: Tensor, num_rows: int) -> list[int]:
     """The numbers themselves: the host waits for them."""
+    host_acts("it reads where the tokens of each expert end")
     return ends_E.tolist()
 
 

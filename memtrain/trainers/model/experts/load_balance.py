@@ -38,6 +38,7 @@ class LoadBalance:
         """float64 [2 * E + 1] while counting: tokens and probabilities of each expert, and tokens."""
         self._pull_E: Tensor | None = None
         """float32: a probability of each expert adds so much to the loss of the step; None outside steps."""
+        self._known_E: Tensor | None = None
         self.value = torch.zeros(())
         """Scalar on the device: the loss of the last step that was counted, without its coefficient."""
         self._begins_with = torch.ones(())
@@ -87,8 +88,11 @@ class LoadBalance:
     def _take(self, sums: Tensor) -> None:
         sent_E, probability_E = sums[: self._num_experts], sums[self._num_experts : -1]
         pull_E = self._num_experts * sent_E / sums[-1].clamp(min=1).square()
-        self.value = pull_E @ probability_E
-        self._pull_E = (self._coefficient * pull_E).float()
+        # At one place from step to step: a captured pass reads it there.
+        if self._known_E is None or self._known_E.device != sums.device:
+            self._known_E, self.value = pull_E.float(), sums[-1].clone()
+        self.value.copy_(pull_E @ probability_E)
+        self._pull_E = self._known_E.copy_(self._coefficient * pull_E)
 
     def _routed(self, router: nn.Module, args: Any, output: Any) -> Any:
         """Count the tokens of a pass, or carry the gradient of their load into its scores."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from memtrain.trainers.model.attention.row_layout import Layout, packed_layout
+from memtrain.trainers.model.attention.row_layout import Layout, even_layout
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.context_parallel.row_slices import RowPart, SlicedLayout, part_of_row, slice_of
 
@@ -44,7 +44,7 @@ def sliced(inputs: dict[str, Any], ranks: ContextRanks) -> tuple[dict[str, Any],
     layout = cast(Layout | None, inputs.get("layout"))
     if layout is None:
         B, T = ids_BT.shape
-        layout = packed_layout([T] * B, ids_BT.device)
+        layout = even_layout(B, T, ids_BT.device)
     own = part_of_row(layout, ranks) if ranks.by_heads else slice_of(layout, ranks)
     taken = {
         "input_ids": ids_BT.reshape(1, -1)[:, own.index],

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,14 +14,14 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, masking_utils
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.losses.head.linear import Pairs
 from memtrain.trainers.losses.head.request import HeadForm, LogprobRequest, Request
 from memtrain.trainers.losses.head.tiles import TILE_BYTES
 from memtrain.trainers.model.attention.functions import NAMES
-from memtrain.trainers.model.attention.row_layout import packed_layout
+from memtrain.trainers.model.attention.row_layout import even_layout, packed_layout
 from memtrain.trainers.model.attention.run_device import run_device
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.heads.backbone import backbone_of, base_model, head_of
@@ -30,20 +31,45 @@ if TYPE_CHECKING:
     from memtrain.trainers.model.experts.router_replay import RouterReplay
 
 
-# Padded rows under attention that takes one flattened row: laid end to end, padding and all.
+# Padded rows: under attention that takes one flattened row they are laid end to end, padding and all.
 
 
-def end_to_end(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def hidden_states(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
+    """[B, T, D], or [1, B * T, D]: the backbone's last hidden states."""
+    with rows_alone():
+        return backbone_of(model)(**end_to_end(model, inputs), use_cache=False).last_hidden_state
+
+
+@contextmanager
+def rows_alone() -> Iterator[None]:
+    """transformers is told inside that a row of its attention is one document, as every row of ours is.
+
+    It would read the positions on the device to find out, and build a mask from them where the pass is
+    captured.
+    """
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _one_document
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
+
+
+def _one_document(position_ids: Tensor) -> Any:
+    return None
+
+
+def end_to_end(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
     """A backbone's inputs [B, T] as one row [1, B * T] of B segments, where its attention needs a layout.
 
     As they are where there is a layout, or where the model attends by itself. Padding stands on the right,
     behind every token that is scored, so that a row needs no other mask.
     """
-    if inputs.get("layout") is not None or model.config._attn_implementation not in NAMES.values():  # pyright: ignore
+    if inputs.get("layout") is not None or model.config._attn_implementation not in NAMES.values():
         return inputs
     B, T = inputs["input_ids"].shape
     flat = {name: inputs[name].reshape(1, -1) for name in ("input_ids", "position_ids")}
-    return inputs | flat | {"layout": packed_layout([T] * B, inputs["input_ids"].device)}
+    return inputs | flat | {"layout": even_layout(B, T, inputs["input_ids"].device)}
 
 
 Inside = Callable[[Pairs, Tensor | None], Any]
@@ -104,8 +130,7 @@ class Scorer(nn.Module):
     def hidden(self, inputs: dict[str, Any], index_N: Tensor) -> Tensor:
         """Rows `index_N` of the flattened hidden states [N, D]."""
         base = base_model(self.model)
-        given = end_to_end(base, inputs)
-        hidden_BTD = backbone_of(base)(**given, use_cache=False).last_hidden_state
+        hidden_BTD = hidden_states(base, inputs)
         return hidden_BTD.flatten(0, 1).index_select(0, index_N)
 
     def answered(self, hidden_ND: Tensor, request: Request) -> Any:

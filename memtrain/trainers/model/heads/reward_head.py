@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
-from memtrain.trainers.model.heads.backbone import backbone_of, base_model
+from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.model.heads.context_parallel_scoring import over_slices
-from memtrain.trainers.model.heads.lm_head import end_to_end
+from memtrain.trainers.model.heads.lm_head import hidden_states
 
 
 class Rewards(NamedTuple):
@@ -48,7 +48,7 @@ class RewardScorer(nn.Module):
 
     def _rewards(self, inputs: dict[str, Any], last_A: Tensor) -> Rewards:
         base = base_model(self.model)
-        hidden_BTD = backbone_of(base)(**end_to_end(base, inputs), use_cache=False).last_hidden_state
+        hidden_BTD = hidden_states(base, inputs)
         hidden_AD = hidden_BTD.flatten(0, 1).index_select(0, last_A)
         with torch.autocast(hidden_AD.device.type, enabled=False):
             return Rewards(head_of_rewards(base)(hidden_AD.float())[:, 0])

@@ -72,11 +72,12 @@ def shared_row_lengths(layout: Layout, device: torch.device | str) -> Tensor:
     """float32 [1, T]: a completion's token has the length of its prompt and itself; a prompt's token the
     harmonic mean of its rows' lengths, whose noise has the mean of their variances."""
     assert layout.to_prompt is not None, "Prompts are shared."
-    bounds = torch.tensor(layout.within.query_bounds, device=device)
-    length_S, num_prompts = bounds.diff(), len(layout.to_prompt.key_bounds) - 1
-    ends_G = torch.tensor(layout.to_prompt.query_bounds[1:], device=device)
+    bounds, num_prompts = layout.within.cu_query.to(device).long(), len(layout.to_prompt.key_bounds) - 1
+    length_S, ends_G = bounds.diff(), layout.to_prompt.cu_query[1:].to(device).long()
     owner_A = torch.searchsorted(ends_G, bounds[num_prompts:-1] - layout.num_prompt_tokens, right=True)
     row_A = (length_S[owner_A] + length_S[num_prompts:]).float()
-    inverse_G = torch.zeros(num_prompts, device=device).index_add(0, owner_A, 1.0 / row_A)
-    row_S = torch.cat([owner_A.bincount(minlength=num_prompts) / inverse_G, row_A])
+    zeros_G = torch.zeros(num_prompts, device=device)
+    inverse_G = zeros_G.index_add(0, owner_A, 1.0 / row_A)
+    count_G = zeros_G.index_add(0, owner_A, torch.ones_like(row_A))
+    row_S = torch.cat([count_G / inverse_G, row_A])
     return row_S.repeat_interleave(length_S, output_size=layout.num_tokens)[None]

@@ -8,7 +8,7 @@ them forgets `every` and the offloader.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,34 +32,33 @@ def recompute(layer: Callable[..., Any], *inputs: Any) -> Any:
     Source: Chen et al. 2016, arXiv:1604.06174, section 4.1.
     """
     first = next((one for one in inputs if isinstance(one, Tensor)), None)
-    again = _Again(torch.device("cpu") if first is None else first.device)
+    device = torch.device("cpu") if first is None else first.device
     return checkpoint(
-        layer, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=again.contexts
+        layer,
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: (nullcontext(), _Again(device)),
     )
 
 
 class _Again:
-    """The random states that a layer began with. Ours, and not torch's, so that a recording notes them."""
+    """Context of a layer's second pass, which draws what the first one drew; entered by every backward pass
+    over a graph that is kept. Ours, and not torch's, so that a recording notes the states."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._states: RandomStates | None = None
+        self._states: RandomStates = random_states(device)
+        self._inside: list[AbstractContextManager[None]] = []
 
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts of the forward pass and of the second one."""
-        return self._noted(), self._drawn()
+    def __enter__(self) -> None:
+        inside = restored(self._device, is_on=True)
+        inside.__enter__()
+        self._inside.append(inside)
+        self._states.restore()
 
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        self._states = random_states(self._device)
-        yield
-
-    @contextmanager
-    def _drawn(self) -> Iterator[None]:
-        assert self._states is not None, "The first pass comes before."
-        with restored(self._device, is_on=True):
-            self._states.restore()
-            yield
+    def __exit__(self, *fault: Any) -> None:
+        self._inside.pop().__exit__(*fault)
 
 
 def recompute_undrawn(layer: Callable[..., Any], *inputs: Any) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from memtrain.memory.plan.settings import Settings
+from memtrain.trainers.runtime.device_waits import HostSide, host_acts, host_side
 
 Ticket = Any
 """A copy under way; None is a copy that is done."""
@@ -83,6 +85,8 @@ class CudaEngine:
     def __init__(self) -> None:
         self._out = torch.cuda.Stream()
         self._back = torch.cuda.Stream()
+        self._captured: dict[torch.cuda.Stream, HostSide] = {}
+        """The capture that a stream has last taken part in."""
 
     def allocate_host(self, num_bytes: int) -> Tensor:
         """Pinned host memory."""
@@ -102,24 +106,49 @@ class CudaEngine:
 
     def wait(self, ticket: Ticket) -> None:
         """The current stream waits."""
-        if ticket is not None:
-            torch.cuda.current_stream().wait_event(ticket)
+        if ticket is not None and ticket.side is host_side():
+            torch.cuda.current_stream().wait_event(ticket.event)
 
     def settle(self, ticket: Ticket) -> None:
         """The host waits."""
         if ticket is not None:
-            ticket.synchronize()
+            host_acts("it waits for a copy")
+            if ticket.side is None:
+                ticket.event.synchronize()
 
     def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Ticket) -> Ticket:
         # Compute must have made the source, and must be done with what lay in the target before.
         stream.wait_stream(torch.cuda.current_stream())
-        if after is not None:
-            stream.wait_event(after)
+        side = host_side()
+        if side is not None and self._captured.get(stream) is not side:
+            self._join(stream, side)
+        # Copies of a capture are over with it, and those before it are waited for where it is replayed.
+        if after is not None and after.side is side:
+            stream.wait_event(after.event)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        return event
+        return CudaTicket(event, side)
+
+    def _join(self, stream: torch.cuda.Stream, side: HostSide) -> None:
+        """A capture ends with all that was started in it, and is replayed after what was started before."""
+        self._captured[stream] = side
+        wait = partial(_wait_for, stream)
+        side.before_end.append(wait)
+        side.before_replay.append(wait)
+
+
+def _wait_for(stream: torch.cuda.Stream) -> None:
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+class CudaTicket(NamedTuple):
+    """A copy under way on a side stream."""
+
+    event: torch.cuda.Event
+    side: HostSide | None
+    """The capture that it is part of; None: it runs as it was started."""
 
 
 class LazyEngine:
@@ -133,6 +162,7 @@ class LazyEngine:
     def __init__(self) -> None:
         self._out: deque[_LazyCopy] = deque()
         self._back: deque[_LazyCopy] = deque()
+        self._joined: HostSide | None = None
 
     def allocate_host(self, num_bytes: int) -> Tensor:
         """Plain host memory."""
@@ -163,9 +193,20 @@ class LazyEngine:
         self.wait(ticket)
 
     def _copy(self, queue: deque[_LazyCopy], run: Callable[[], Any], after: Ticket) -> Ticket:
+        side = host_side()
+        if side is not None and self._joined is not side:
+            # As streams join at the end of a capture, and before a replay.
+            self._joined = side
+            side.before_end.append(self._run_all)
+            side.before_replay.append(self._run_all)
         ticket = _LazyCopy(queue, run, after)
         queue.append(ticket)
         return ticket
+
+    def _run_all(self) -> None:
+        for queue in (self._out, self._back):
+            if queue:
+                self.wait(queue[-1])
 
 
 class _LazyCopy:

@@ -23,6 +23,7 @@ from memtrain.memory.plan.sizes import MIN_BYTES
 from memtrain.trainers.model.offload.checkpointing import recompute
 from memtrain.trainers.model.offload.copy_engines import CopyEngine, Ticket
 from memtrain.trainers.model.offload.host_pool import DiskTier, HostPool, StoredBlock
+from memtrain.trainers.runtime.device_waits import host_acts
 
 Key = tuple[int, int]
 """A storage and the version of its contents."""
@@ -251,6 +252,7 @@ class Offloader:
         """Write the oldest blocks until the host holds no more than it may."""
         if self._disk is None:
             return
+        host_acts("activations are written to a disk")
         self._oldest.append(newest)
         self._collect(wait=False)
         leaving_bytes = sum(host.numel() for _, host in self._writing)

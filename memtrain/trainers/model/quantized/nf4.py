@@ -13,6 +13,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memtrain.memory.plan.sizes import NF4_BLOCK, SCALE_BLOCK
 
@@ -82,7 +84,7 @@ def scales_of(packed: NF4, first: int, last: int) -> Tensor:
     """float32 scales of the blocks `first` to `last`."""
     begin, end = first // SCALE_BLOCK, -(-last // SCALE_BLOCK)
     codes = packed.scale_codes[begin * SCALE_BLOCK : end * SCALE_BLOCK]
-    found = F.embedding(codes.int(), dynamic_numbers(codes.device)[:, None]).view(-1)
+    found = F.embedding(codes.int(), _kept(_scales_column, codes)).view(-1)
     whole = len(found) // SCALE_BLOCK
     found[: whole * SCALE_BLOCK].view(whole, SCALE_BLOCK).mul_(packed.scales[begin : begin + whole, None])
     if whole * SCALE_BLOCK < len(found):
@@ -94,7 +96,7 @@ def unpacked(codes: Tensor, absmax: Tensor, count: int, dtype: torch.dtype) -> T
     """`count` weights of whole blocks but for the last."""
     if has_kernels(codes):
         return unpacked_by_kernel(codes, absmax, count, dtype)
-    pairs = F.embedding(codes.int(), _pairs(codes.device)).view(-1)[:count]
+    pairs = F.embedding(codes.int(), _kept(_pairs, codes)).view(-1)[:count]
     whole = count // NF4_BLOCK * NF4_BLOCK
     pairs[:whole].view(-1, NF4_BLOCK).mul_(absmax[: whole // NF4_BLOCK, None])
     if whole < count:
@@ -159,6 +161,26 @@ def _dynamic() -> tuple[float, ...]:
         means = (edges[:-1] + edges[1:]) / 2.0
         found += (10 ** (exponent - 6) * means).tolist() + (-(10 ** (exponent - 6)) * means).tolist()
     return tuple(sorted(found))
+
+
+_tables: dict[tuple[Any, torch.device], Tensor] = {}
+"""Tables that every unpacking reads, 3 KiB a device. Sent to it once: a copy of the host's numbers is waited
+for, and no captured pass has one."""
+
+
+def _kept(make: Callable[[torch.device], Tensor], codes: Tensor) -> Tensor:
+    """The table of `make` where `codes` are; of codes without data a table of its own."""
+    if isinstance(codes, FakeTensor) or codes.is_meta:
+        return make(codes.device)
+    key = (make, codes.device)
+    if key not in _tables:
+        _tables[key] = make(codes.device)
+    return _tables[key]
+
+
+def _scales_column(device: torch.device) -> Tensor:
+    """float32 [256, 1]."""
+    return dynamic_numbers(device)[:, None]
 
 
 def _pairs(device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from memtrain.memory.plan.sizes import ALIGN_BYTES, NUM_BUFFERS
 from memtrain.trainers.model.offload.copy_engines import CopyEngine, Ticket
 from memtrain.trainers.model.offload.host_pool import HostPool
+from memtrain.trainers.runtime.device_waits import host_acts, host_side
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
@@ -193,10 +194,19 @@ class LayerWeights:
             self._leaving = None
         self._is_called_back = False
         self._parked.clear()
+        if (side := host_side()) is not None:
+            # Each replay begins with buffers of which nothing is known, and so does what comes after it.
+            self._forget()
+            side.after_replay.append(self._forget)
+            side.before_end.append(self._forget)
         if self._trains:
             for buffer in self._buffers:
                 self._engine.settle(buffer.back)
                 buffer.number, buffer.back = None, None
+
+    def _forget(self) -> None:
+        for buffer in self._buffers:
+            buffer.number, buffer.back = None, None
 
     def _bring(self, number: int, keep: Buffer | None) -> Buffer:
         """The buffer with a layer's weights, there or on their way; `keep` is not given up for it."""
@@ -226,6 +236,7 @@ class LayerWeights:
         leaving, self._leaving = self._leaving, None
         if leaving is None:
             return
+        host_acts("gradients of weights on the host are summed there")
         for ticket in leaving.out:
             self._engine.settle(ticket)
         for place, (weight, gradient) in zip(leaving.places, leaving.gradients, strict=True):

@@ -221,11 +221,8 @@ class MismatchSeen:
         return known.sum().item(), len(known)
 
 
-def corrected(
-    section: WithMismatch, mode: MismatchMode, old_N: Tensor, micro_batch: PolicyMicro, seen: MismatchSeen
-) -> Mismatch:
-    """The weights of the micro-batch's tokens; its log-probs are kept until the next step begins."""
-    seen.pairs.append((old_N.detach(), micro_batch.sampler_N))
+def corrected(section: WithMismatch, mode: MismatchMode, old_N: Tensor, micro_batch: PolicyMicro) -> Mismatch:
+    """The weights of the micro-batch's tokens."""
     return mismatch(
         old_N,
         micro_batch.sampler_N,
@@ -238,7 +235,7 @@ def corrected(
 
 def token_sums(logp_N: Tensor, outside: Mismatch, mode: MismatchMode) -> dict[str, Tensor]:
     """The number of tokens, and of tokens whose ratio to the sampler is out of bounds."""
-    sums = {"tokens": torch.tensor(float(len(logp_N)), device=logp_N.device)}
+    sums = {"tokens": logp_N.new_full((), len(logp_N))}
     if mode != "none":
         sums["mismatch/outside"] = outside.is_outside_N.float().sum()
     return sums
@@ -288,7 +285,12 @@ class PolicyMethod(Generic[Section]):
         Where no pass was made before the step, the policy is that of the step itself.
         """
         old_N = micro_batch.old_N if micro_batch.old_N is not None else logp_N.detach()
-        return old_N, corrected(self.section, self.mismatch, old_N, micro_batch, self.seen)
+        return old_N, corrected(self.section, self.mismatch, old_N, micro_batch)
+
+    def saw(self, *seen: Tensor) -> None:
+        """Keep the log-probs of policy and sampler until the next step begins."""
+        old_N, sampler_N = seen
+        self.seen.pairs.append((old_N, sampler_N))
 
     def means(self, sums: dict[str, float], count: float) -> dict[str, float]:
         """Means over the tokens that were forwarded, and the facts of the rollout where it is new."""
