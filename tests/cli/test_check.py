@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -451,12 +452,12 @@ def test_metrics_of_rows_without_prompts_are_refused_before_the_run(
         "method: sft\nmodel: {path: builtin:tiny}\ndata: {train: texts.jsonl, eval_fraction: 0.5}\n"
         "eval: {metrics: {functions: exact_answer}}\n"
     )
-    for rows in ("texts", "said"):
-        assert main(["check", "m.yaml", f"data.train={rows}.jsonl"]) != 0
+    for rows, more in (("texts", ()), ("said", ("data.assistant_only_loss=false",))):
+        assert main(["check", "m.yaml", f"data.train={rows}.jsonl", *more]) != 0
         reported = capsys.readouterr().err
         assert "error: no held-out row has a prompt" in reported
         assert "at: m.yaml:4:8 (eval.metrics)" in reported
-    for words in (["data.train=a.jsonl"], ["data.train=said.jsonl", "data.assistant_only_loss=true"]):
+    for words in (["data.train=a.jsonl"], ["data.train=said.jsonl"]):
         assert main(["check", "m.yaml", *words]) == 0
         assert "have a prompt to answer" in capsys.readouterr().out
 
@@ -498,3 +499,56 @@ def test_an_environment_is_looked_at_before_the_run(folder: Path, capsys: pytest
     assert "at: from the command line: `rewards.environment.path=./env.py:Gone`" in reported
     (folder / "p.jsonl").write_text('{"prompt": "a?", "gold": "b"}\n' * 3)
     assert main(["check", "g.yaml"]) == 0
+
+
+TURNS = [("user", "Hello?"), ("assistant", "Yes."), ("user", "Bye."), ("assistant", "Ciao.")]
+TALK = [{"role": role, "content": content} for role, content in TURNS]
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_first_rows_are_rendered_before_the_run(folder: Path, capsys: pytest.CaptureFixture[str]):
+    thinks = [
+        TALK[0],
+        TALK[1] | {"reasoning_content": "Hm."},
+        TALK[2],
+        TALK[3] | {"reasoning_content": "Hm."},
+    ]
+    rows = [{"messages": thinks}, {"messages": TALK}, {"messages": [TALK[0], TALK[1] | {"content": ""}]}]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["check", "my.yaml", "data.train=chat.jsonl", "model.chat_template=qwen3"]
+    assert main(words) == 0
+    said = told(capsys)
+    assert "data.train, rendering trained: the assistant's turns (data.assistant_only_loss: false" in said
+    assert "message field 'reasoning_content' of earlier messages (1 of 3 rows, 33.3%)" in said
+    assert "with empty answers: 1 of 3 rows, 33.3% (the first: chat.jsonl:3)" in said
+    assert main([*words, "data.assistant_only_loss=false"]) == 0
+    assert "trained: all turns (data.assistant_only_loss: false)" in told(capsys)
+
+
+def test_turns_that_cannot_be_found_are_refused_before_the_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "chat.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    (folder / "t.jinja").write_text("{% for m in messages %}{{ m.content[: 4 * loop.revindex] }}{% endfor %}")
+    words = ["check", "my.yaml", "data.train=chat.jsonl", "model.chat_template=t.jinja"]
+    assert main(words) == 4
+    assert "train on all turns (data.assistant_only_loss: false)" in capsys.readouterr().err
+    assert main([*words, "data.assistant_only_loss=false"]) == 0
+
+
+def test_a_row_that_the_template_refuses_is_told_by_its_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = [{"messages": TALK}, {"messages": [TALK[0], TALK[2], TALK[1]]}, {"messages": TALK[:1]}]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["check", "my.yaml", "data.train=chat.jsonl", "model.chat_template=gemma"]
+    assert main(words) == 4
+    err = capsys.readouterr().err
+    assert "refuses the conversation: Conversation roles must alternate" in err
+    assert "at: chat.jsonl:2" in err
+    assert "no token of the row is the assistant's" in err
+    assert "at: chat.jsonl:3" in err
+    assert main([*words, "data.on_bad_row=skip"]) == 0

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from memtrain.cli.plan.check_paths import missing_paths
 from memtrain.cli.plan.check_prompts import metric_words
+from memtrain.cli.plan.check_rendering import rendered_words
 from memtrain.cli.plan.check_rewards import check_first_row, check_rewards
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.errors import DataError, Fault, LaunchError, MemtrainError, RecipeError
 from memtrain.memory.hardware.packages import installed, missing
-from memtrain.memory.plan.plan import string_words
 from memtrain.memory.planner.use_and_never import with_use_and_never
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, used_columns
@@ -307,19 +307,15 @@ def columns_of(found: Found) -> list[str]:
 
 
 def rendering_words(recipe: Recipe, found: Sequence[Found], tokenizer: PreTrainedTokenizerFast) -> str:
-    """What the chat template leaves to strings, in words; nothing where there are none.
+    """What the first rows show as tokens, in words: strings without turns, lost fields, empty answers.
 
-    Raises: DataError where a setting of `data:` has no effect on rows of these formats.
+    Raises: DataError where a setting of `data:` has no effect on rows of these formats, or a row cannot be
+    rendered.
     """
-    from memtrain.trainers.data.store.look_into import kind_of, leaves_out_template, rendering_of
-    from memtrain.trainers.data.tokenize.chat import template_of
-
-    kind = kind_of(found, METHOD_FORMATS[recipe.method])
-    rendering_of(recipe.data, tokenizer, kind, found)
-    strings = [one.source.source for one in found if leaves_out_template(one.reading)]
-    if not strings or template_of(tokenizer) is None:
-        return ""
-    return string_words(strings if len(found) > 1 else ())
+    words, faults = rendered_words(recipe, found, tokenizer, FIRST_ROWS)
+    if faults and recipe.data.on_bad_row == "error":
+        raise DataError(_once(faults))
+    return words
 
 
 def tracker_words(recipe: Recipe) -> str:

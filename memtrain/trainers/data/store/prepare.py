@@ -314,7 +314,8 @@ def build(
     )
     skipped: list[str] = []
     unrendered: Counter[str] = Counter()
-    num_read = num_skipped = 0
+    num_read = num_skipped = num_empty = 0
+    first_empty: tuple[int, int] | None = None
     try:
         for batch in tokenized(work.rows(seed, made_of["content"]), work.job, data.processes):
             shown = bad_rows(batch, streams, data.on_bad_row)
@@ -322,6 +323,8 @@ def build(
             num_skipped += len(shown)
             num_read += batch.num_read
             unrendered += batch.unrendered
+            num_empty += len(batch.empty)
+            first_empty = first_empty or next(iter(batch.empty), None)
             writer.add(batch.rows)
             if progress is not None:
                 progress(num_read, writer.num_tokens)
@@ -342,6 +345,8 @@ def build(
         num_skipped=num_skipped,
         skipped=tuple(skipped),
         unrendered=dict(sorted(unrendered.items())),
+        num_empty=num_empty,
+        first_empty=first_empty,
         made_of=made_of,
     )
 

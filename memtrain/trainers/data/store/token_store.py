@@ -137,7 +137,7 @@ class CheckedFile:
         self._is_sound[block] = True
 
 
-VERSION = 5
+VERSION = 6
 """Of the layout, and of how files become rows. A store of another version is made again."""
 META_FILE = "meta.json"
 SUMS_FILE = "sums.bin"
@@ -169,6 +169,10 @@ class Stored(Section):
     """The first few of them: `file:line: what`."""
     unrendered: dict[str, int]
     """Rows that hold a field which is in none of their texts, by the field."""
+    num_empty: int
+    """Rows that were read with an empty answer, of which only the end is trained on."""
+    first_empty: tuple[int, int] | None
+    """(stream, line) of the first of them."""
     num_merged: int
     """Rows where a token reaches over the end of the prompt."""
     first_merged: tuple[int, int, int] | None

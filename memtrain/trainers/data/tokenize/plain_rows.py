@@ -50,6 +50,8 @@ class PlainTexts:
     cut_bytes: list[int] = field(default_factory=list[int])
     unused: Counter[str] = field(default_factory=Counter[str])
     """Rows that hold a column which is in none of their texts, by the column."""
+    empty: list[int] = field(default_factory=list[int])
+    """Places of the rows whose answer says nothing."""
 
 
 def columns_of(form: str, names: Names, kind: str, rendering: Rendering) -> Columns | None:
@@ -95,6 +97,8 @@ def _add(made: PlainTexts, row: Row, own: Columns, end_token: str | None) -> boo
         ):
             return False
         made.unused.update(f"column {shown(column)}" for column in others if column not in own.used)
+    if not answer.strip():
+        made.empty.append(len(made.texts))
     text = prompt + answer
     if end_token is not None and not answer.endswith(end_token):
         text += end_token

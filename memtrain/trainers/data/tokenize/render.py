@@ -141,6 +141,26 @@ RENDERERS: dict[type[Example], Callable[[Any, Rendering], tuple[Piece, ...]]] = 
 }
 
 
+def texts_alone(example: Example, rendering: Rendering) -> list[str]:
+    """The texts of an example as `render` has them, without what is trained on: fewer passes of a template.
+
+    Raises: BadRow when the chat template refuses the conversation.
+    """
+    own = rendering.own_template or rendering.chat_template
+    plain = replace(rendering, chat_template=own, own_template=None, assistant_only=False)
+    prompt: Any = example.messages if isinstance(example, Conversation) else getattr(example, "prompt", None)
+    if not isinstance(prompt, tuple):
+        return [piece.text for piece in render(example, plain)]
+    names = ("completion", "chosen", "rejected")
+    answers: list[Messages] = [part for name in names if (part := getattr(example, name, None)) is not None]
+    tools: tuple[Tool, ...] = getattr(example, "tools", ())
+    is_asked = isinstance(example, Prompt)
+    return [
+        conversation(prompt + answer, tools, plain, generation_prompt=is_asked)[0]
+        for answer in answers or [()]
+    ]
+
+
 def ended(text: str, rendering: Rendering) -> str:
     """The text with the end token after it, once."""
     if rendering.end_token is None or text.endswith(rendering.end_token):

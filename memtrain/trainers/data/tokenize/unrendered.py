@@ -5,8 +5,9 @@ A field of a message is found by rendering the row with and without it. No torch
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +17,6 @@ from memtrain.recipes.formats.fields import (
     TEMPLATE_KWARGS,
     BadRow,
     Example,
-    Message,
     Messages,
     Names,
     Row,
@@ -45,6 +45,8 @@ SPEAKS_OF_THE_PROMPT = (
 )
 """Columns that people expect in a prompt; of prompts alone, every other column is for the rewards."""
 HAS_MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected")
+GONE = object()
+"""What is taken away."""
 NUM_NAMED = 20
 """Fields that a note names."""
 
@@ -105,9 +107,25 @@ def unread_parts(messages: Sequence[object]) -> Iterator[str]:
                 )
 
 
-def unrendered_fields(example: Example, texts: Sequence[str], render: Render) -> Iterator[str]:
-    """Fields of an example's messages, and its tools, without which its `texts` are the same.
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What may be missing in the texts of a row: a field of a message, one of several in it, or a tool."""
 
+    part: str
+    """Field of the example: `messages`, `prompt`, ..., `tools`."""
+    index: int
+    """Of the message, or of the tool."""
+    key: str = ""
+    """Of the message; empty for a tool."""
+    at: int | None = None
+    """Of the several that a field lists: a call of `tool_calls`."""
+
+
+def unrendered_fields(example: Example, texts: Sequence[str], render: Render) -> Iterator[str]:
+    """Fields of an example's messages, and tools, without which its `texts` are the same, message by message.
+
+    Every text in them is written as a sign of its own, in one pass of the template: those whose sign is in a
+    text are rendered. The others are taken away, all together, then one by one.
     Contents are told too: a content that is not in the texts as it stands, or not at all.
     """
     held = {
@@ -115,57 +133,134 @@ def unrendered_fields(example: Example, texts: Sequence[str], render: Render) ->
         for name in HAS_MESSAGES
         if isinstance(given := getattr(example, name, None), tuple)
     }
-    if getattr(example, "tools", ()) and _is_same(texts, render, example, {"tools": ()}):
-        yield "tools"
-    if not held:
-        return
-    messages = [message for given in held.values() for message in given]
-    extra = dict.fromkeys(
-        key for message in messages for key in message if key not in ("role", "content") and OWN not in key
-    )
-    without = {name: tuple(_only(message, ()) for message in given) for name, given in held.items()}
-    if extra and _is_same(texts, render, example, without):
-        yield from (f"message field {shown(key)}" for key in extra)
-    elif len(extra) > 1:
-        for key in extra:
-            others = tuple(other for other in extra if other != key)
-            without = {
-                name: tuple(_only(message, others) for message in given) for name, given in held.items()
-            }
-            if _is_same(texts, render, example, without):
-                yield f"message field {shown(key)}"
+    units = list(_units(example, held))
+    if units:
+        lost = _lost(example, texts, render, units)
+        yield from dict.fromkeys(_lost_words(unit, units, lost) for unit in lost)
     yield from _contents(example, texts, render, held)
+
+
+def _units(example: Example, held: Mapping[str, Messages]) -> Iterator[Unit]:
+    tools: tuple[object, ...] = getattr(example, "tools", ())
+    yield from (Unit("tools", index) for index in range(len(tools)))
+    for part, given in held.items():
+        for index, message in enumerate(given):
+            for key, value in message.items():
+                if key in ("role", "content") or OWN in key:
+                    continue
+                if isinstance(value, list) and len(cast(list[object], value)) > 1:
+                    many = len(cast(list[object], value))
+                    yield from (Unit(part, index, key, at) for at in range(many))
+                else:
+                    yield Unit(part, index, key)
+
+
+def _lost(example: Example, texts: Sequence[str], render: Render, units: Sequence[Unit]) -> list[Unit]:
+    """The units that no text holds."""
+    signs = {unit: f"zq{number:07}" for number, unit in enumerate(units)}
+    try:
+        written = " ".join(render(_with(example, {unit: _signed for unit in units}, signs))).lower()
+    except BadRow:
+        written = ""
+    suspects = [unit for unit in units if signs[unit] not in written]
+    if not suspects or _is_same(texts, render, _without(example, suspects)):
+        return suspects
+    return [unit for unit in suspects if _is_same(texts, render, _without(example, [unit]))]
+
+
+def _lost_words(unit: Unit, units: Sequence[Unit], lost: Sequence[Unit]) -> str:
+    """The name of a field that is lost in all messages that have it, or in some."""
+    alike = [one for one in units if (one.part == "tools", one.key) == (unit.part == "tools", unit.key)]
+    kept = [one for one in alike if one not in lost]
+    if unit.part == "tools":
+        return "some of the tools" if kept else "tools"
+    name = f"message field {shown(unit.key)}"
+    if not kept:
+        return name
+    gone = [one.index for one in alike if one in lost]
+    is_earlier = len({one.part for one in alike}) == 1 and max(gone) < min(one.index for one in kept)
+    return f"{name} of earlier messages" if is_earlier else f"{name} of some messages"
+
+
+def _signed(value: Any, sign: str) -> Any:
+    """A value with the sign in place of every text in it; `type` is for the template to read."""
+    if isinstance(value, str):
+        return sign
+    if isinstance(value, Mapping):
+        given = cast(Mapping[str, Any], value)
+        return {key: one if key == "type" else _signed(one, sign) for key, one in given.items()}
+    if isinstance(value, (list, tuple)):
+        return [_signed(one, sign) for one in cast(Sequence[Any], value)]
+    return value
+
+
+def _with(
+    example: Example, changes: Mapping[Unit, Callable[[Any, str], Any]], signs: Mapping[Unit, str]
+) -> Example:
+    """The example with other values of some units; without those whose change gives GONE."""
+    parts: dict[str, list[Any]] = {}
+    for unit, change in changes.items():
+        given = parts.setdefault(unit.part, [_copy(one) for one in getattr(example, unit.part)])
+        sign = signs.get(unit, "")
+        if not unit.key:
+            given[unit.index] = change(given[unit.index], sign)
+        elif unit.at is None:
+            given[unit.index][unit.key] = change(given[unit.index][unit.key], sign)
+        else:
+            given[unit.index][unit.key][unit.at] = change(given[unit.index][unit.key][unit.at], sign)
+    return replace(example, **{part: tuple(_kept(given)) for part, given in parts.items()})
+
+
+def _without(example: Example, units: Sequence[Unit]) -> Example:
+    return _with(example, {unit: lambda _value, _sign: GONE for unit in units}, {})
+
+
+def _copy(message: Any) -> Any:
+    """A message, or a tool, whose lists can be changed."""
+    given = cast(Mapping[str, Any], message)
+    return {
+        key: list(cast(list[Any], value)) if isinstance(value, list) else value
+        for key, value in given.items()
+    }
+
+
+def _kept(given: Sequence[Any]) -> Iterator[Any]:
+    """Messages, or tools, without what is gone; a list that is empty then is gone too."""
+    for one in given:
+        if one is GONE:
+            continue
+        kept: dict[str, Any] = {}
+        for key, value in cast(Mapping[str, Any], one).items():
+            if isinstance(value, list) and GONE in value:
+                value = [item for item in cast(list[Any], value) if item is not GONE] or GONE
+            if value is not GONE:
+                kept[key] = value
+        yield kept
 
 
 def _contents(
     example: Example, texts: Sequence[str], render: Render, held: Mapping[str, Messages]
 ) -> Iterator[str]:
     """Roles whose contents the texts do not hold as they stand."""
+    stripped = {name: [str(message["content"]).strip() for message in given] for name, given in held.items()}
+    times = Counter(content for contents in stripped.values() for content in contents)
     for name, given in held.items():
         for index, message in enumerate(given):
-            content = str(message["content"]).strip()
-            if not content or any(content in text for text in texts):
+            content = stripped[name][index]
+            if not content or any(text.count(content) >= times[content] for text in texts):
                 continue
+            is_there = any(content in text for text in texts)
             emptied = (*given[:index], {**message, "content": ""}, *given[index + 1 :])
             role = message["role"]
-            if _is_same(texts, render, example, {name: emptied}):
+            if _is_same(texts, render, replace(example, **{name: emptied})):
                 yield f"the content of {role} messages"
-            else:
+            elif not is_there:
                 yield f"the content of {role} messages as it stands (the template changes it)"
 
 
-def _only(message: Message, keys: Sequence[str]) -> Message:
-    """A message with its role, its content and the given keys."""
-    return {
-        key: value
-        for key, value in message.items()
-        if key in ("role", "content") or OWN in key or key in keys
-    }
-
-
-def _is_same(texts: Sequence[str], render: Render, example: Example, changes: Mapping[str, Any]) -> bool:
+def _is_same(texts: Sequence[str], render: Render, other: Example) -> bool:
     try:
-        return list(render(replace(example, **changes))) == list(texts)
+        return list(render(other)) == list(texts)
     except BadRow:
         return False
 
@@ -189,6 +284,14 @@ def unrendered_words(counts: Mapping[str, int], num_rows: int) -> Iterator[str]:
     yield f"not in the rendered text of the rows: {', '.join(parts)}"
 
 
+def empty_words(count: int, num_rows: int, first: str) -> str:
+    """A sentence on rows with an answer that says nothing."""
+    return (
+        f"with empty answers: {share_words(count, num_rows)} (the first: {first}); only the end of such an "
+        "answer is trained on, which teaches to say nothing: remove these rows, unless that is meant"
+    )
+
+
 def share_words(count: int, num_rows: int) -> str:
     """`all rows`, or `12 of 1,000 rows, 1.2%`."""
     if count >= num_rows:
@@ -204,7 +307,11 @@ def notes_of(store: TokenStore, method: str) -> Iterator[str]:
     if not reads_margin and FORMS[meta.format].num_answers == 2:
         margins = int(np.isfinite(store.labels).sum())
         unused |= {f"the margin, which {method} does not use": margins} if margins else {}
-    yield from unrendered_words(unused, meta.num_read - meta.num_skipped)
+    num_good = meta.num_read - meta.num_skipped
+    yield from unrendered_words(unused, num_good)
+    if meta.first_empty is not None:
+        stream, line = meta.first_empty
+        yield empty_words(meta.num_empty, num_good, f"{meta.streams[stream]}:{line}")
     if meta.num_skipped:
         rows = f"{meta.num_skipped:,} bad row{'' if meta.num_skipped == 1 else 's'}"
         yield f"dropped (data.on_bad_row: skip): {rows}, the first: {meta.skipped[0]}"

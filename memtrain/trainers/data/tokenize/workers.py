@@ -16,6 +16,7 @@ import numpy as np
 from memtrain.errors import DataError
 from memtrain.recipes.formats import unpaired
 from memtrain.recipes.formats.detect import FORMS, used_columns
+from memtrain.recipes.formats.empty_answers import has_empty_answer
 from memtrain.recipes.formats.fields import BadRow, Example, Names, Row
 from memtrain.recipes.formats.ids import Ids
 from memtrain.recipes.formats.media import refuse_media
@@ -29,7 +30,7 @@ from memtrain.trainers.data.sources.readers import Line
 from memtrain.trainers.data.store.token_store import Rows, TokenRow, as_rows
 from memtrain.trainers.data.tokenize.encode import Encoded, Encoder
 from memtrain.trainers.data.tokenize.plain_rows import PlainTexts, columns_of, plain_rows, plain_texts
-from memtrain.trainers.data.tokenize.render import Piece, Rendering, render
+from memtrain.trainers.data.tokenize.render import Piece, Rendering, render, texts_alone
 from memtrain.trainers.data.tokenize.unrendered import unrendered_fields, unused_columns
 
 ROWS_AT_ONCE = 1000
@@ -92,6 +93,8 @@ class Tokenized:
     num_read: int
     unrendered: Counter[str] = field(default_factory=Counter[str])
     """Rows that hold a field which is in none of their texts, by the field."""
+    empty: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(stream, line) of the rows with an answer that says nothing."""
 
 
 @dataclass(slots=True)
@@ -105,6 +108,8 @@ class Rendered:
     bad: dict[int, BadRow] = field(default_factory=dict[int, BadRow])
     plain: PlainTexts | None = None
     """The texts where all rows are plain; all else is empty then."""
+    empty: set[int] = field(default_factory=set[int])
+    """Places of the rows with an answer that says nothing."""
     unused: list[set[str]] = field(init=False)
     """Fields that are in no text, by the place of the row."""
 
@@ -146,6 +151,8 @@ class Tokenizing:
                 refuse_media(row, used_columns(reading.form, reading.names))
                 example = reading.example(row, kind)
                 unused = unused_columns(row, example, reading.form, reading.names, kind)
+                if has_empty_answer(example):
+                    made.empty.add(at)
                 for one in self._as_kind(example):
                     self._render(made, at, one)
                 made.unused[at].update(unused)
@@ -160,7 +167,8 @@ class Tokenizing:
         if made.plain is not None:
             rows = plain_rows(self.encoder, made.plain, places, len(self.parts))
             if rows is not None:
-                return Tokenized(rows, [], len(batch.lines), made.plain.unused)
+                empty = [places[at] for at in made.plain.empty]
+                return Tokenized(rows, [], len(batch.lines), made.plain.unused, empty)
             made = self._row_by_row(batch)
         encoded = deque(self.encoder.encode(made.pieces))
         kept_rows: list[tuple[int, TokenRow]] = []
@@ -173,7 +181,8 @@ class Tokenizing:
         kept = [row for at, row in kept_rows if at not in made.bad]
         bad = [(*places[at], wrong.what, wrong.fix) for at, wrong in sorted(made.bad.items())]
         counts = Counter(name for at, names in enumerate(made.unused) if at not in made.bad for name in names)
-        return Tokenized(as_rows(kept, len(self.parts)), bad, len(batch.lines), counts)
+        empty = [places[at] for at in sorted(made.empty) if at not in made.bad]
+        return Tokenized(as_rows(kept, len(self.parts)), bad, len(batch.lines), counts, empty)
 
     def _as_kind(self, example: Example) -> tuple[Example, ...]:
         if isinstance(example, Preference) and FORMS[self.job.kind].num_answers == 1:
@@ -189,7 +198,7 @@ class Tokenizing:
         own = () if isinstance(example, Ids) else render(example, rendering)
         for piece in own:
             text_of(piece.text)
-        again = partial(_texts, rendering)
+        again = partial(texts_alone, rendering=rendering)
         made.unused[at].update(unrendered_fields(example, [piece.text for piece in own], again))
         made.pieces += own
         made.examples.append((at, example, len(own)))
@@ -212,10 +221,6 @@ class Tokenizing:
         parts = (cut, len(one.ids) - cut) if len(self.parts) == 2 else (len(one.ids),)
         label = float(example.label) if isinstance(example, Unpaired) else None
         return TokenRow(one.ids, parts, one.loss_spans, stream, line, merged=one.merged, label=label)
-
-
-def _texts(rendering: Rendering, example: Example) -> list[str]:
-    return [piece.text for piece in render(example, rendering)]
 
 
 def check_loss_spans(loss_spans: Iterable[tuple[int, int]], num_tokens: int, rendering: Rendering) -> None:
