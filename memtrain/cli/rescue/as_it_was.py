@@ -10,6 +10,7 @@ from typing import Any
 from memtrain.cli.plan.lookup import ELSEWHERE, LookedAt, facts_without_data, look_at_model
 from memtrain.cli.rescue.evaluation import evaluated
 from memtrain.cli.rescue.model import looked_at
+from memtrain.cli.rescue.value_head import with_value_head
 from memtrain.cli.rescue.vllm_share import Beside, beside_vllm
 from memtrain.errors import RecipeError
 from memtrain.memory.estimate.peaks import step_moments, total
@@ -92,7 +93,7 @@ def as_it_was(
         if nearest != engine:
             notes = (*notes, f"Planned as {nearest}: memtrain has no {engine} for such a run.")
         if recipe.online is None:
-            priced = evaluated(priced, foreign, facts)
+            priced = with_value_head(evaluated(priced, foreign, facts), foreign, facts)
         is_own = foreign.config.get("unsloth") is True
         beside = beside_vllm(recipe, priced, hardware, shares_weights=is_own)
         if beside.words():

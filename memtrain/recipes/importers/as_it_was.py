@@ -97,6 +97,9 @@ def _micro_batch(trl: Mapping[str, Any]) -> object:
 def _loss(tool: Tool, reading: ToolReading) -> str:
     if tool.name == "unsloth" and reading.on("unsloth"):
         return "chunked"
+    if tool.name == "llamafactory" and reading.method != "sft":
+        # Its fused loss is off in every stage whose trainer reads logits (`require_logits`, liger_kernel.py).
+        return "full"
     if reading.trl.get("use_liger_kernel") or reading.trl.get("use_liger_loss"):
         return "chunked"
     return "chunked" if reading.trl.get("loss_type") == "chunked_nll" else "full"

@@ -106,7 +106,9 @@ def _attention(reading: ToolReading) -> None:
 
 def _loss(reading: ToolReading) -> None:
     if any(reading.on(key) for key in ("liger_fused_linear_cross_entropy", "cut_cross_entropy")):
-        reading.computed["memory.loss"] = "chunked"
+        if reading.method == "sft":
+            # They replace the loss of a model that is given labels; trainers of `rl:` ask it for logits.
+            reading.computed["memory.loss"] = "chunked"
     elif reading.on("chunked_cross_entropy"):
         reading.notes.append(
             "chunked_cross_entropy makes the loss in pieces of whole logits; memory.loss needs none"
