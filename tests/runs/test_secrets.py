@@ -32,7 +32,7 @@ def test_no_file_of_a_run_holds_it_and_the_run_goes_on_with_it(runs, recipe: str
     folder = runs.done("run", "train.max_steps=2", "optim.schedule=constant", recipe=recipe)
     assert files_with(folder, SECRET) == []
     reference = "mine-${oc.env:MY_SECRET}"
-    for name in ("recipe.yaml", "plan.json", "checkpoints/step-000002/manifest.json", "final/README.md"):
+    for name in ("recipe.yaml", "plan.json", "checkpoints/step-000002/manifest.json"):
         assert reference in (folder / name).read_text(), name
     ended = runs.run("run", "train.max_steps=3", "optim.schedule=constant", recipe=recipe)
     assert ended.code == 0, ended.err
@@ -60,3 +60,20 @@ def test_a_plan_is_run_where_its_variables_are_set(runs, recipe: str, monkeypatc
     ):
         read_plan(file)
     assert read_plan(file, reveals=False).recipe.log.project == "mine-${oc.env:MY_SECRET}"
+
+
+def test_a_secret_with_the_signs_of_a_reference_is_in_no_file_and_text_stays_text(runs, monkeypatch):
+    """`${` in a variable's value left it in recipe.yaml as it was."""
+    odd = "s3cret${model.path}x"
+    monkeypatch.setenv("MY_SECRET", odd)
+    path = runs.folder / "odd.yaml"
+    text = "log: {project: '\\${x} ${oc.env:MY_SECRET}'}\n"
+    path.write_text(runs.recipe.read_text() + text)
+    ended = runs.run("odd", "--dry-run", recipe=str(path))
+    assert ended.code == 0, ended.err
+    folder = runs.folder / "odd"
+    assert files_with(folder, "s3cret") == []
+    from memtrain.recipes.reading.load import load_recipe
+
+    again = load_recipe(str(folder / "recipe.yaml"))
+    assert again.recipe.log.project == f"${{x}} {odd}"

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -24,7 +25,8 @@ from memtrain.cli.launch.topology import (
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.plan import Plan
 from memtrain.memory.plan.zero_config import CONFIG_FILE, zero_config
-from memtrain.recipes.reading.environment import hidden
+from memtrain.recipes.reading.environment import REFERENCE, hidden
+from memtrain.recipes.reading.interpolate import literal
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.lock import OWNER, RunLock
 
@@ -32,18 +34,20 @@ from memtrain.trainers.run_folder.lock import OWNER, RunLock
 def recipe_yaml(plan: Plan) -> str:
     """The recipe with every default written out: it can be run again by itself, where the environment
     variables that it reads are set."""
-    given = _escaped(plan.recipe.model_dump(mode="json", exclude_none=True))
-    values = hidden(cast(dict[str, JsonValue], given), plan.environment)
+    given = literal(plan.recipe.model_dump(mode="json", exclude_none=True))
+    texts = [
+        one.model_copy(update={"value": literal(one.value), "reference": _reference(one.reference)})
+        for one in plan.environment
+    ]
+    values = hidden(cast(dict[str, JsonValue], given), texts)
     return yaml.safe_dump(values, sort_keys=False, width=100)
 
 
-def _escaped(value: object) -> object:
-    """A value whose `${` are text when it is read again."""
-    if isinstance(value, dict):
-        return {key: _escaped(one) for key, one in cast(dict[str, object], value).items()}
-    if isinstance(value, list):
-        return [_escaped(one) for one in cast(list[object], value)]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+def _reference(text: str) -> str:
+    """The reference of a text of the environment, with what stands around the variables as text."""
+    ends = [0, *(end for found in REFERENCE.finditer(text) for end in found.span()), len(text)]
+    pieces = [text[start:end] for start, end in pairwise(ends)]
+    return "".join(str(literal(one)) if number % 2 == 0 else one for number, one in enumerate(pieces))
 
 
 def write_files(plan: Plan, run_dir: Path) -> Path:

@@ -42,10 +42,25 @@ def with_variables(text: str, known: dict[str, str]) -> str:
 
     def value(found: re.Match[str]) -> str:
         name, default = found[1] or found[3], found[2]
-        return known.get(name, os.environ.get(name, found[0] if default is None else default))
+        return known.get(name, _of_environment(name, found[0] if default is None else default))
 
     # Quoted arrays are their words, each quoted.
     return _VARIABLE.sub(value, re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", text))
+
+
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|SESSION|PRIVATE", re.I)
+_SECRET = re.compile(
+    r"(hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[a-z]-|AKIA|eyJ|AIza|-----BEGIN)|[0-9a-f]{32,}"
+    r"|(?=.*[0-9])(?=.*[a-z])(?=.*[A-Z])[\w+/=-]{24,}"
+)
+
+
+def _of_environment(name: str, default: str) -> str:
+    """The value of a variable of the environment, for a recipe to hold: never what looks like a secret."""
+    value = os.environ.get(name)
+    if value is None or _SECRET_NAME.search(name) or _SECRET.match(value):
+        return default
+    return value
 
 
 def names_in(text: str) -> list[str]:

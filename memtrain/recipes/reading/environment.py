@@ -16,7 +16,7 @@ from typing import cast
 
 from pydantic import Field, JsonValue, ValidationError
 
-from memtrain.errors import LaunchError
+from memtrain.errors import Fault, LaunchError
 from memtrain.recipes.reading.yaml_tree import Items, Leaf, Node, Path
 from memtrain.recipes.reading.yaml_tree import Mapping as Tree
 from memtrain.recipes.recipe import Recipe
@@ -24,6 +24,20 @@ from memtrain.recipes.sections.base import Section
 
 REFERENCE = re.compile(r"\$\{oc\.env:([^{},]+)\}")
 DIGEST_BYTES = 8
+
+ADDRESSES = frozenset({("generate", "vllm", "server"), ("distill", "teacher_server")})
+"""Keys whose text is an address that is connected to."""
+
+WRITTEN = frozenset(
+    ("run_dir", "cache_dir", "shared_dir", "top_k_file", "top_k_files", "include_path", "offload_disk")
+)
+"""Keys, in any section, whose text becomes a name on a disk, or a word of a command."""
+
+READ = frozenset(
+    ("source", "train", "eval", "path", "tokenizer", "config", "chat_template", "teacher", "python", "models")
+    + ("name", "split", "revision", "teacher_revision", "function", "functions", "model", "add_tokens")
+)
+"""Keys whose text names something that is looked for, on a disk or on the hub."""
 
 
 class EnvironmentText(Section):
@@ -52,12 +66,19 @@ def environment_texts(
         return [text for at, (a, b) in pairs for text in environment_texts(a, b, variables, (*path, at))]
     if not (isinstance(raw, Leaf) and isinstance(raw.value, str) and "${" in raw.value):
         return []
+    # As it was read, without the blanks and quotes around it, too; at each place the longest counts.
+    forms = {
+        form: name
+        for name, text in sorted(variables.items())
+        for form in (text, text.strip(), text.strip().strip("'\""))
+        if form
+    }
+    if not forms:
+        return []
+    any_of = re.compile("|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True)))
     found: list[EnvironmentText] = []
     for below, value in _texts(read):
-        reference = value
-        for name in sorted(variables, key=lambda one: -len(variables[one])):
-            if variables[name] and "${" not in variables[name]:
-                reference = reference.replace(variables[name], f"${{oc.env:{name}}}")
+        reference = any_of.sub(lambda match: f"${{oc.env:{forms[match[0]]}}}", value)
         if reference != value:
             found.append(EnvironmentText(key=(*path, *below), reference=reference, value=value))
     return found
@@ -72,6 +93,64 @@ def _texts(node: Node) -> Iterator[tuple[Path, str]]:
             yield from (((at, *below), text) for below, text in _texts(item))
     elif isinstance(node.value, str):
         yield (), node.value
+
+
+def refuse_in_places(texts: Sequence[EnvironmentText], place_of: Callable[[Path], str]) -> list[Fault]:
+    """The faults of texts of the environment where they would be sent to others, or become a name.
+
+    A stranger's recipe may read any variable into an address, the name of a folder or of a model, a line of a
+    batch script: these are sent, or stand on a disk. What is no secret is let through: a path from the root
+    at the beginning, a number (of a job), a name that is the whole value. No value is in the words.
+    """
+    found: list[Fault] = []
+    for text in texts:
+        names = REFERENCE.findall(text.reference)
+        values = [os.environ.get(name, "") for name in names]
+        fault = _wrong_in_place(text, values)
+        if fault:
+            key = ".".join(map(str, text.key))
+            what = f"{key}: {text.reference} reads {' and '.join(names)} of the environment {fault[0]}"
+            found.append(Fault(what, place_of(text.key), fault[1]))
+    return found
+
+
+def _wrong_in_place(text: EnvironmentText, values: Sequence[str]) -> tuple[str, str] | None:
+    """(why the text may not stand at its key, the way out); None where it may."""
+    words = [part for part in text.key if isinstance(part, str)]
+    key, last = text.key, words[-1] if words else ""
+    yourself = (
+        f"give it yourself: {'.'.join(map(str, key))}=... on the command line, where the shell reads it"
+    )
+    if tuple(words) in ADDRESSES:
+        is_whole = REFERENCE.fullmatch(text.reference) is not None
+        return None if is_whole else ("into an address, to which it would be sent", yourself)
+    if words[:2] == ["cluster", "slurm"]:
+        return "into a batch script, which is written to a file", yourself
+    if last not in WRITTEN and last not in READ:
+        return None
+    if last in ("function", "functions", "python"):
+        return None if _begins_with_folder(text, values) else ("into the name of a program", yourself)
+    if _begins_with_folder(text, values) or all(value.isdecimal() and len(value) < 12 for value in values):
+        return None
+    if last in WRITTEN:
+        return (
+            "into a name that is written",
+            f"begin with a variable that holds a folder (an absolute path), or {yourself}",
+        )
+    is_name = "/" in text.value or os.path.exists(text.value)
+    if is_name and REFERENCE.fullmatch(text.reference):
+        return None
+    return (
+        "into a name that is looked for, on the hub too",
+        f"begin with a variable that holds a folder (an absolute path), write the name out, or {yourself}",
+    )
+
+
+def _begins_with_folder(text: EnvironmentText, values: Sequence[str]) -> bool:
+    """Whether the first variable is a path from the root, and all others in the text are numbers."""
+    is_first = text.reference.startswith("${oc.env:")
+    others = all(value.isdecimal() and len(value) < 12 for value in values[1:])
+    return is_first and bool(values) and values[0].startswith(("/", "~/")) and others
 
 
 def that_can_be_hidden(recipe: Recipe, texts: Sequence[EnvironmentText]) -> tuple[EnvironmentText, ...]:

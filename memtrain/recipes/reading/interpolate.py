@@ -8,6 +8,10 @@ in the file (OmegaConf would leave them text); `${oc.select:key,default}` is a k
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping as Given
+from typing import cast
+
 from memtrain.recipes.reading.yaml_tree import MAX_NODES, Faults, Items, Mapping, Node, count_nodes
 
 
@@ -27,6 +31,16 @@ def interpolated(tree: Mapping, faults: Faults) -> tuple[Mapping, dict[str, str]
         faults.add(f"more than {MAX_NODES:,} keys and values after ${{...}}", tree.place, "write them out")
         return tree, {}
     return (result if isinstance(result, Mapping) else tree), interpolation.variables
+
+
+def literal(value: object) -> object:
+    """A value, its lists and mappings included, with every `${` written so that it is read as text."""
+    if isinstance(value, Given):
+        return {key: literal(one) for key, one in cast(Given[object, object], value).items()}
+    if isinstance(value, list | tuple):
+        return [literal(one) for one in cast(list[object], value)]
+    # Backslashes before it are doubled: two of them are one, and the `${` behind them is live.
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _texts(node: Node) -> list[str]:

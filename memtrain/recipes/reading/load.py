@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import cast
 
 from memtrain.errors import Fault, RecipeError
-from memtrain.recipes.reading.environment import EnvironmentText, environment_texts, that_can_be_hidden
+from memtrain.recipes.reading.environment import (
+    EnvironmentText,
+    environment_texts,
+    refuse_in_places,
+    that_can_be_hidden,
+)
 from memtrain.recipes.reading.interpolate import interpolated
 from memtrain.recipes.reading.named_sets import with_named_sets
 from memtrain.recipes.reading.overrides import apply_overrides, merged, path_of
@@ -157,6 +162,9 @@ def _loaded(
     recipe = recipe_of(tree, faults, method)
     if recipe is None or faults:
         raise RecipeError(faults.in_order())
+    written = tree
+    if wrong := refuse_in_places(hide, lambda key: str((find(written, key) or (path,))[0])):
+        raise RecipeError(wrong)
     hidden = that_can_be_hidden(recipe, hide)
     return LoadedRecipe(recipe, path, text, tuple(overrides), tree, hidden)
 

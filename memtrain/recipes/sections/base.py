@@ -47,7 +47,12 @@ def parse_bytes(value: object) -> object:
 
 
 def address_of_server(name: str, value: str) -> None:
-    """Nothing for an address of HTTP. Raises: ValueError for another, and for one that holds a password."""
+    """Nothing for an address of HTTP, or the reference that stands for it in what is written.
+
+    Raises: ValueError for another, and for one that holds a password.
+    """
+    if re.fullmatch(r"\$\{oc\.env:[^{},]+\}", value):
+        return
     read = re.fullmatch(r"https?://([^\s/?#]+)(/[^\s?#]*)?", value)
     if read is None:
         raise ValueError(f"{name} {value} is not an address; write http://HOST:PORT")

@@ -8,7 +8,9 @@ from typing import Any, cast
 
 import yaml
 
+from memtrain.errors import printable
 from memtrain.recipes.reading.field_types import field_types, section_of
+from memtrain.recipes.reading.interpolate import literal
 from memtrain.recipes.reading.shipped import configs_dir
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.reference.json_schema import SCHEMA_FILE
@@ -38,7 +40,8 @@ def recipe_text(made: Translation, name: str, origin: str = "", command: str = "
             node = node.setdefault(part, {})
         node[last] = (value, comment)
     origin = origin or f"TRL's {made.method}"
-    lines = [f"# From {name}, a configuration of {origin}; written by `memtrain {command}`."]
+    shown = printable(name, is_line=True)
+    lines = [f"# From {shown}, a configuration of {origin}; written by `memtrain {command}`."]
     for one in made.lost:
         lines += _comment(f"not carried over: {one.key}: {inline(one.value)} ({one.why})")
     lines += [f"# yaml-language-server: $schema={(configs_dir() / SCHEMA_FILE).as_posix()}", ""]
@@ -60,7 +63,9 @@ def _lines(node: Mapping[str, Any], depth: int, section: type[Section]) -> list[
             lines += [before, *_lines(cast(Mapping[str, Any], value), depth + 1, inner)]
         else:
             bare, comment = cast(tuple[object, str], value)
-            lines.append(f"{before} {inline(bare)}" + (f"  # {comment}" if comment else ""))
+            # Text of another's file stays text: neither a reference nor a line of its own.
+            note = f"  # {printable(comment, is_line=True)}" if comment else ""
+            lines.append(f"{before} {inline(literal(bare))}{note}")
     return lines
 
 
@@ -71,4 +76,5 @@ def inline(value: object) -> str:
 
 
 def _comment(text: str) -> list[str]:
-    return [f"# {line}" for line in textwrap.wrap(text, 100, subsequent_indent="  ", break_long_words=False)]
+    line = printable(text, is_line=True)
+    return [f"# {line}" for line in textwrap.wrap(line, 100, subsequent_indent="  ", break_long_words=False)]

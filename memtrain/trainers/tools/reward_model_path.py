@@ -9,6 +9,7 @@ from pathlib import Path
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import PLAN_FILE, read_plan
+from memtrain.recipes.reading.interpolate import literal
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.loading.locate import ADAPTER_FILE, adapter_of, find_origin
 from memtrain.trainers.run_folder.folder import RunFolder
@@ -43,14 +44,14 @@ def find_scored(model: str, overrides: Sequence[str]) -> Scored:
     given = any(word.startswith(BASES) for word in overrides)
     adapter = adapter_of(find_origin(model, None))
     if adapter is None:
-        return Scored((f"model.path={model}",))
+        return Scored((word("model.path", model),))
     if adapter.task != "SEQ_CLS":
         raise LaunchError(
             f"{model} is an adapter of a language model: it has no weights for score.weight",
             str(Path(model) / ADAPTER_FILE),
             "use the adapter of a reward model (`memtrain reward` trains one)",
         )
-    tokenizer = (f"model.tokenizer={model}",) if (path / "tokenizer_config.json").is_file() else ()
+    tokenizer = (word("model.tokenizer", model),) if (path / "tokenizer_config.json").is_file() else ()
     plan = path.parent / PLAN_FILE
     if given:
         base = ()
@@ -58,7 +59,7 @@ def find_scored(model: str, overrides: Sequence[str]) -> Scored:
         recipe = read_plan(plan).recipe
         base = (*_words(recipe.model), f"train.seed={recipe.train.seed}")
     elif adapter.base:
-        base = (f"model.path={adapter.base}",)
+        base = (word("model.path", adapter.base),)
     else:
         raise LaunchError(
             f"{model} does not name the model that it was trained on",
@@ -71,7 +72,12 @@ def find_scored(model: str, overrides: Sequence[str]) -> Scored:
 def _words(model: Model) -> tuple[str, ...]:
     """The base model of a run; random weights are drawn again by its seed."""
     if model.path is None:
-        config = model.config if isinstance(model.config, str) else json.dumps(model.config)
-        return (f"model.config={config}",)
-    revision = () if model.revision is None else (f"model.revision={model.revision}",)
-    return (f"model.path={model.path}", *revision)
+        config = model.config if isinstance(model.config, str) else dict(model.config or {})
+        return (word("model.config", config),)
+    revision = () if model.revision is None else (word("model.revision", model.revision),)
+    return (word("model.path", model.path), *revision)
+
+
+def word(key: str, value: object) -> str:
+    """A word of the command line that sets a key to a value as it is: no text of it is a reference."""
+    return f"{key}={json.dumps(literal(value), ensure_ascii=False)}"

@@ -529,3 +529,72 @@ def test_verls_fine_tuning_writes_string_prompts_by_the_chat_template():
     data = import_config(read_foreign(words)).whole().data
     assert (data.columns.prompt, data.columns.completion) == ("question", "answer")
     assert (data.strings_are, data.assistant_only_loss) == ("turns", True)
+
+
+LIVE = "${oc.env:MEMTRAIN_TEST_TOKEN}"
+FOREIGN = {
+    "axolotl.yaml": "base_model: me/x-LIVE\ndatasets:\n  - path: me/LIVE\n    type: chat_template\n"
+    "default_system_message: say LIVE\nwandb_project: p-LIVE\noutput_dir: LIVE\nadapter: lora\nlora_r: 8\n"
+    "lora_alpha: 8\nlora_target_modules:\n  - LIVE\nnot_known: LIVE\nsequence_len: 512\n",
+    "llamafactory.yaml": "model_name_or_path: me/x-LIVE\nstage: sft\nfinetuning_type: full\ndataset: LIVE\n"
+    "template: llama3\ncutoff_len: 512\noutput_dir: LIVE\nrun_name: LIVE\ndefault_system: LIVE\n",
+    "trl.yaml": "model_name_or_path: me/x-LIVE\ndataset_name: me/LIVE\noutput_dir: LIVE\nrun_name: LIVE\n"
+    "learning_rate: 1.0e-5\nchat_template_path: LIVE\nper_device_train_batch_size: 2\n",
+    "run.sh": "python -m trl.scripts.sft --model_name_or_path 'me/x-LIVE' --dataset_name 'me/LIVE' "
+    "--output_dir 'LIVE' --per_device_train_batch_size 2\n",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize(
+    "live", [LIVE, "${oc.decode:x}", "${model.path}", "x\\${oc.env:MEMTRAIN_TEST_TOKEN}", "x\\\\${y}", "${"]
+)
+def test_text_of_a_foreign_file_is_no_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, live: str
+):
+    """`${oc.env:...}` of another's configuration was read from the environment by the recipe made of it."""
+    monkeypatch.setenv("MEMTRAIN_TEST_TOKEN", "s3cret")
+    (tmp_path / name).write_text(FOREIGN[name].replace("LIVE", live))
+    tool = name.partition(".")[0] if not name.endswith(".sh") else "trl"
+    made = import_config(read_foreign(str(tmp_path / name), tool, "sft"))
+    assert "s3cret" not in made.text
+    assert "s3cret" not in str(made.recipe)
+    assert not [one for one in made.faults if "${" in one.what and "reads" in one.what]
+    if made.recipe is not None and name != "run.sh":
+        assert made.recipe.model.path == f"me/x-{live}"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\x85", "\u2028", "\u2029"])
+def test_text_of_a_foreign_file_is_no_line_of_the_recipe(tmp_path: Path, end: str):
+    text = json.dumps({"base_model": "me/x", "sequence_len": 512, "not_known": f"x{end}run_dir: stolen"})
+    file = tmp_path / f"a{end if end != chr(10) else ''}run_dir: stolen.json"
+    file.write_text(text)
+    made = import_config(read_foreign(str(file), "axolotl", "sft"))
+    assert made.recipe is None or made.recipe.run_dir != "stolen"
+    assert not [one for one in re.split("[\n\r\x85\u2028\u2029]", made.text) if one.startswith("run_dir")]
+
+
+def test_a_secret_of_the_environment_is_not_written_into_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A stranger's command line names it as any other variable of the shell."""
+    secrets = {
+        "HF_TOKEN": "plain",
+        "MY_PASSWORD": "plain",
+        "WANDB_API_KEY": "plain",
+        "X": "hf_abcdefghijklmnopqrstuvwxyz",
+        "Y": "0123456789abcdef0123456789abcdef",
+        "Z": "sk-proj-x",
+    }
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SIZE", "0.6B")
+    for name, value in secrets.items():
+        words = (
+            f"trl sft --model_name_or_path Qwen/Qwen3-$SIZE --dataset_name me/${{{name}}} --run_name ${name}"
+        )
+        (tmp_path / "run.sh").write_text(words + "\n")
+        made = import_config(read_foreign(str(tmp_path / "run.sh"), "trl", "sft"))
+        assert value not in made.text
+        assert value not in " ".join(made.notes)
+        assert "Qwen/Qwen3-0.6B" in made.text

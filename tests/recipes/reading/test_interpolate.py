@@ -1,3 +1,4 @@
+import json
 import re
 import subprocess
 import sys
@@ -6,7 +7,8 @@ import time
 import pytest
 from omegaconf import OmegaConf
 
-from memtrain.recipes.reading.interpolate import interpolated
+from memtrain.recipes.reading.interpolate import interpolated, literal
+from memtrain.recipes.reading.load import recipe_of_words
 from memtrain.recipes.reading.yaml_reader import read_yaml
 from memtrain.recipes.reading.yaml_tree import Faults, Mapping, Place, find, plain
 
@@ -179,3 +181,14 @@ def test_what_looks_plain_is_what_omegaconf_makes_of_it(monkeypatch, name):
     plainly = after(text)
     monkeypatch.setattr(references, "PLAIN", re.compile("(?!)"))
     assert plainly == after(text)
+
+
+@pytest.mark.parametrize("count", range(5))
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "${x", "a${y}b${", "${${z}}"])
+def test_a_literal_is_read_as_the_text_it_was(count: int, text: str):
+    """One backslash before a backslash made the reference live."""
+    given = "\\" * count + text
+    words = ["method=sft", "data.train=x.jsonl", f"model.path={json.dumps(literal(given))}"]
+    loaded = recipe_of_words(words)
+    assert loaded.recipe.model.path == given
+    assert loaded.environment == ()
