@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: bench bench-gpu bench-page setup quickstart test test-all test-slurm test-versions test-vllm check format docs docs-reference pictures static clean
+.PHONY: bench break bench-gpu bench-page setup quickstart test test-all test-slurm test-versions test-vllm check format docs docs-reference pictures static clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -85,6 +85,16 @@ $(TRL_ENV)/.installed:
 # Every question that a CPU answers, with small settings (under 30 minutes on 2 cores); resumable.
 bench: setup $(TRL_ENV)/.installed
 	$(BIN)/python benchmarks/suite.py --trl-env $(TRL_ENV) --out bench-results
+
+# What breaks runs on purpose, by a seed: hostile inputs of every kind (benchmarks/hostile_kinds.py), then kills; about an
+# hour of two cores. The counts are in break-results/; the exit code is not 0 where an input failed.
+SEED ?= 0
+BREAK_LIMIT_S ?= 2700
+BREAK_KILLS_MIN ?= 15
+break: setup
+	mkdir -p break-results
+	$(BIN)/python benchmarks/hostile_inputs.py --seed $(SEED) --limit-s $(BREAK_LIMIT_S) -o break-results/hostile_inputs.json
+	$(BIN)/python benchmarks/kill_ranks.py --seed $(SEED) --minutes $(BREAK_KILLS_MIN) -o break-results/kill_moments.json
 
 # What needs a CUDA GPU; the same command goes on where it was ended. Results in bench-gpu/. Nothing is installed: where
 # this tree has no environment of its own, python3 with its torch is taken, and the wheels in .whl/ (docs/offline.md).
