@@ -5,10 +5,18 @@ BIN := $(VENV)/bin
 
 .PHONY: bench break bench-gpu bench-page setup quickstart test test-all test-slurm test-versions test-vllm check format docs docs-reference pictures static clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# HASHES=1: every package but torch by the hashes of its files, on Linux x86-64 (docs/decisions/0025).
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+$(VENV)/.installed: pyproject.toml constraints.txt constraints.hashes.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+ifdef HASHES
+	$(PIP) --require-hashes --no-deps -r constraints.hashes.txt
+	$(PIP) -c constraints.txt torch
+	$(PIP) --no-deps --no-build-isolation -e .
+else
+	$(PIP) -c constraints.txt torch
+	$(PIP) -c constraints.txt -e '.[dev]'
+endif
 	@touch $@
 
 setup: $(VENV)/.installed

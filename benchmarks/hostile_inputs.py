@@ -169,11 +169,13 @@ def _child(one: Attempt, folder: Path, output: Path) -> None:
         # A test's own capture stands in their place, and is no file of this process.
         sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, m) for n, m in ((0, "r"), (1, "w"), (2, "w")))
         if one.stdout == "closed":
+            # As Python begins where the descriptor is closed: there is no stream.
             os.close(1)
+            sys.stdout = None
         from memtrain.__main__ import main as memtrain
 
         code = memtrain(list(one.words))
-        if one.stdout == "file":
+        if one.stdout == "file" and sys.stdout is not None:
             sys.stdout.flush()
         sys.stderr.flush()
     except SystemExit as ended:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,3 +171,13 @@ def test_our_side_of_the_comparison_learns_from_completions_that_are_made_up(
     assert len(reported["losses"]) == len(reported["cpu_s"]) == 1
     most = job["batch_size"] * job["max_tokens"]
     assert most / 2 <= reported["completion_tokens"] <= most
+
+
+def test_every_pin_of_the_tests_has_a_hash():
+    """`make setup HASHES=1` takes constraints.hashes.txt, which is written of constraints.txt."""
+    import hashes
+
+    text = hashes.FILE.read_text()
+    entries = re.findall(r"^(\S+==\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", text, re.M)
+    assert [pin for pin, _ in entries] == hashes.pins()
+    assert len(text.splitlines()) == 2 + sum(1 + found.count("--hash") for _, found in entries)

@@ -5,6 +5,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -94,9 +95,11 @@ def test_the_harness_sees_what_it_is_there_for(
 @pytest.mark.parametrize("kind", ["closed", "full", "gone"])
 def test_the_harness_takes_the_output_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
     def writes(words: list[str]) -> int:
+        if sys.stdout is None:
+            return 3
         try:
             print("x" * 100_000, flush=True)
-        except (OSError, ValueError):
+        except OSError:
             return 3
         return 0
 
