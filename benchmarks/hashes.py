@@ -27,7 +27,7 @@ OF_DOCS = ("zensical", "deepmerge", "markdown", "pymdown-extensions", "tomli")
 """Packages of the site alone: `make docs` installs them."""
 SOURCES = ("deepspeed",)
 """Packages without a wheel."""
-BUILD = ("hatchling==1.33.0", "tomlkit==0.15.2", "trove-classifiers==2026.9.21.13")
+BUILD = ("editables==0.6", "hatchling==1.33.0", "tomlkit==0.15.2", "trove-classifiers==2026.9.21.13")
 """What builds memtrain, beside what is pinned already. Taste: the newest of 2026-11-28."""
 HEAD = """\
 # The packages of the tests by the hashes of their files, for Python 3.11 and 3.12 on Linux x86-64, torch left
