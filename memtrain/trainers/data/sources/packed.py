@@ -26,6 +26,21 @@ MOST_UNPACKING_BYTES = 2**30
 """Memory that unpacking xz may take; its own highest setting takes 65 MiB."""
 
 
+def most_unpacked(file_bytes: int) -> int:
+    """Most bytes that a packed file may become: a thousand times its own (gzip's limit), and 1 GiB."""
+    return 2**30 + 1000 * file_bytes
+
+
+def unpacks_too_much(path: Path, most_bytes: int) -> DataError:
+    """The error of a file that becomes more than that."""
+    size = path.stat().st_size
+    return DataError(
+        f"the file of {size:,} bytes unpacks to more than {most_bytes / 2**30:,.1f} GiB: no rows do",
+        str(path),
+        "download it again; if its rows are all alike, give fewer of them, unpacked",
+    )
+
+
 class Pulled(io.RawIOBase):
     """A stream of the bytes that `pull` gives: at most so many at a time, none at the end."""
 
@@ -125,6 +140,24 @@ def unpacked(file: IO[bytes], suffix: str) -> IO[bytes]:
     return io.BufferedReader(Pulled(streams.pull), CHUNK_BYTES)
 
 
+def counted(file: IO[bytes], path: Path) -> IO[bytes]:
+    """The same bytes, up to the most that the file at `path` may become.
+
+    Raises: DataError beyond them.
+    """
+    most, given = most_unpacked(path.stat().st_size), 0
+
+    def pull(size: int) -> bytes:
+        nonlocal given
+        data = file.read(min(size, CHUNK_BYTES))
+        given += len(data)
+        if given > most:
+            raise unpacks_too_much(path, most)
+        return data
+
+    return io.BufferedReader(Pulled(pull), CHUNK_BYTES)
+
+
 @contextmanager
 def opened(path: Path, digest: Digest | None = None) -> Iterator[IO[bytes]]:
     """The unpacked bytes of a file; `digest` sees the packed ones, to the end where the reader leaves some.
@@ -138,7 +171,7 @@ def opened(path: Path, digest: Digest | None = None) -> Iterator[IO[bytes]]:
             yield file
         else:
             try:
-                yield unpacked(file, suffix)
+                yield counted(unpacked(file, suffix), path)
             except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise

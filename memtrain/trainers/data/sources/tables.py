@@ -18,13 +18,19 @@ from typing import IO, Any, cast
 from memtrain.errors import DataError, first_line_of
 from memtrain.recipes.formats.fields import BadRow, Row, TableRow
 from memtrain.recipes.formats.json_text import MAX_DEPTH, json_at, read_json
+from memtrain.trainers.data.sources.packed import most_unpacked, unpacks_too_much
+from memtrain.trainers.data.tokenize.template_limits import limit_of_memory
 
 Line = tuple[int, Row | BadRow]
 Fix = Callable[[Any], Any]
 """Turns a value of a column, as Arrow gives it, into the one that JSON would hold."""
 LISTS = re.compile(r"^(large_|fixed_size_)?list(_view)?<|^large_list_view<")
 """Arrow's types of lists, as it writes them."""
-ROWS_AT_ONCE = 256
+MOST_BATCH_BYTES = 2**30
+"""Memory that rows read at once may take."""
+PYTHON_BYTES = 2**28
+"""Bytes of a table that are Python's objects at a time, or one row's."""
+ROWS_AT_ONCE = 64
 """Rows of a table turned into Python at a time."""
 
 
@@ -38,7 +44,7 @@ def parquet(path: Path, file: IO[bytes]) -> Iterator[Line]:
     with table_faults(path, "parquet"):
         whole = ParquetFile(file)
         check_schema(whole.schema_arrow)
-        yield from table_rows(whole.iter_batches(batch_size=ROWS_AT_ONCE))
+        yield from table_rows(whole.iter_batches(batch_size=ROWS_AT_ONCE), path)
 
 
 def arrow(path: Path, file: IO[bytes]) -> Iterator[Line]:
@@ -59,7 +65,7 @@ def arrow(path: Path, file: IO[bytes]) -> Iterator[Line]:
             stream = ipc.open_stream(file)
             check_schema(stream.schema)
             batches = iter(stream)
-        yield from table_rows(map(validated, batches))
+        yield from table_rows(map(validated, batches), path)
 
 
 def validated(batch: Any) -> Any:
@@ -100,18 +106,59 @@ def check_schema(schema: Any) -> None:
     raise ValueError(f"its columns are nested deeper than {MAX_DEPTH} levels")
 
 
-def table_rows(batches: Iterable[Any]) -> Iterator[Line]:
-    """Rows of Arrow record batches (or tables), numbered from 1."""
+def table_rows(batches: Iterable[Any], path: Path | None = None) -> Iterator[Line]:
+    """Rows of Arrow record batches (or tables), numbered from 1; `path`: the file that they are of.
+
+    Raises: DataError where a batch takes too much memory, or the file becomes far larger than it is.
+    """
     number, columns, schema = 0, dict[str, Column](), None
-    for batch in batches:
+    unpacked_bytes, most_bytes = 0, most_unpacked(path.stat().st_size) if path is not None else None
+    for batch in _within_memory(batches, path):
         if schema is None or not schema.equals(batch.schema, check_metadata=True):
             schema = batch.schema
             columns = columns_of(schema)
-        for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-            some = batch.slice(start, ROWS_AT_ONCE)
-            for row in rows_of(some):
-                number += 1
-                yield number, as_in_json(row, columns)
+        slices = (batch.slice(start, ROWS_AT_ONCE) for start in range(0, batch.num_rows, ROWS_AT_ONCE))
+        for some in _within_memory(map(spelt_out, slices), path):
+            unpacked_bytes += some.nbytes
+            if most_bytes is not None and unpacked_bytes > most_bytes:
+                raise unpacks_too_much(cast(Path, path), most_bytes)
+            step = max(1, some.num_rows * PYTHON_BYTES // max(PYTHON_BYTES, some.nbytes))
+            few = (some.slice(start, step) for start in range(0, some.num_rows, step))
+            for rows in _within_memory(map(rows_of, few), path):
+                for row in rows:
+                    number += 1
+                    yield number, as_in_json(row, columns)
+
+
+def spelt_out(batch: Any) -> Any:
+    """The batch with values in place of numbers into a dictionary: its bytes are then those of its rows."""
+    import pyarrow as pa
+
+    for at, kind in enumerate(batch.schema.types):
+        if pa.types.is_dictionary(kind):
+            batch = batch.set_column(at, batch.schema.names[at], batch.column(at).cast(kind.value_type))
+    return batch
+
+
+def _within_memory(made: Iterable[Any], path: Path | None) -> Iterator[Any]:
+    """The same, each one made within `MOST_BATCH_BYTES`: of a table of kilobytes a value may be gigabytes.
+
+    Raises: DataError.
+    """
+    items = iter(made)
+    while True:
+        try:
+            with limit_of_memory(MOST_BATCH_BYTES):
+                one = next(items, None)
+        except MemoryError:
+            raise DataError(
+                f"{ROWS_AT_ONCE} rows of the table take more than {MOST_BATCH_BYTES >> 30} GiB of memory",
+                str(path or "data"),
+                "split its values, or write the rows as JSONL",
+            ) from None
+        if one is None:
+            return
+        yield one
 
 
 class Column:

@@ -22,6 +22,12 @@ from memtrain.trainers.data.tokenize.encode import Encoder
 from memtrain.trainers.data.tokenize.render import Piece, Rendering
 from memtrain.trainers.data.tokenize.unrendered import is_empty
 
+MOST_ROW_CHARS = 2**22
+"""Characters of a row's text. The tokenizer takes 400 bytes and 10 microseconds a token; a longer row is a
+file that was not split, and far above every `length.max_length`."""
+MOST_END_CHARS = 256
+"""Of them for the end-of-sequence token."""
+
 
 @dataclass(frozen=True, slots=True)
 class Columns:
@@ -88,6 +94,8 @@ def _add(made: PlainTexts, row: Row, own: Columns, end_token: str | None) -> boo
     prompt: Any = "" if own.prompt is None else row.get(own.prompt)
     answer: Any = row.get(own.answer)
     if not isinstance(prompt, str) or not isinstance(answer, str) or not (prompt or answer):
+        return False
+    if len(prompt) + len(answer) > MOST_ROW_CHARS - MOST_END_CHARS:
         return False
     if len(row) > own.count:
         refuse_media(row, own.used)

@@ -44,7 +44,7 @@ def within_limits(render: Callable[[], Made]) -> Made:
     Raises: DataError when it takes too long or too much memory, or calls itself without end.
     """
     try:
-        with _limit_of_time(), _limit_of_memory():
+        with _limit_of_time(), limit_of_memory(LIMIT_BYTES):
             return render()
     except _TooLong:
         raise _refused(f"takes more than {LIMIT_S:g} s for one conversation") from None
@@ -98,7 +98,8 @@ def _statm(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def _limit_of_memory() -> Iterator[None]:
+def limit_of_memory(most_bytes: int) -> Iterator[None]:
+    """Inside, the process gets at most so many bytes beside those that it has: MemoryError beyond them."""
     if not IS_LIMITED:
         yield
         return
@@ -106,7 +107,7 @@ def _limit_of_memory() -> Iterator[None]:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(os.pread(_statm(os.getpid()), 32, 0).split()[0])
-    most = pages * resource.getpagesize() + LIMIT_BYTES
+    most = pages * resource.getpagesize() + most_bytes
     limits = [limit for limit in (soft, hard, most) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:

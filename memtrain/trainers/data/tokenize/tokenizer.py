@@ -17,6 +17,7 @@ from memtrain.recipes.reading.regular_file import read_regular
 from memtrain.recipes.reading.token_files import ADD_TOKENS, tokens_of
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.tokenize import tiny_tokenizer
+from memtrain.trainers.data.tokenize.growth import check_growth, check_growth_of_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -84,6 +85,7 @@ def load_tokenizer(
     refuse_run_folder(Path(place), "model.tokenizer")
     if Path(place).is_dir():
         refuse_pipes(Path(place), "model.tokenizer")
+        check_growth_of_file(Path(place))
     if (Path(place) / "config.json").exists():
         read_config_json(Path(place), "model.tokenizer")
     try:
@@ -108,6 +110,7 @@ def load_tokenizer(
             "model.tokenizer",
             "give a tokenizer that comes with tokenizer.json",
         )
+    check_growth(tokenizer)
     if chat_template is not None:
         tokenizer.chat_template = template_text(chat_template)
     return tokenizer

@@ -29,7 +29,13 @@ from memtrain.recipes.formats.unpaired import Unpaired
 from memtrain.trainers.data.sources.readers import Line
 from memtrain.trainers.data.store.token_store import Rows, TokenRow, as_rows
 from memtrain.trainers.data.tokenize.encode import Encoded, Encoder
-from memtrain.trainers.data.tokenize.plain_rows import PlainTexts, columns_of, plain_rows, plain_texts
+from memtrain.trainers.data.tokenize.plain_rows import (
+    MOST_ROW_CHARS,
+    PlainTexts,
+    columns_of,
+    plain_rows,
+    plain_texts,
+)
 from memtrain.trainers.data.tokenize.render import Piece, Rendering, render, texts_alone
 from memtrain.trainers.data.tokenize.unrendered import unrendered_fields, unused_columns
 
@@ -198,6 +204,7 @@ class Tokenizing:
         own = () if isinstance(example, Ids) else render(example, rendering)
         for piece in own:
             text_of(piece.text)
+            check_chars(piece.text)
         again = partial(texts_alone, rendering=rendering)
         made.unused[at].update(unrendered_fields(example, [piece.text for piece in own], again))
         made.pieces += own
@@ -221,6 +228,15 @@ class Tokenizing:
         parts = (cut, len(one.ids) - cut) if len(self.parts) == 2 else (len(one.ids),)
         label = float(example.label) if isinstance(example, Unpaired) else None
         return TokenRow(one.ids, parts, one.loss_spans, stream, line, merged=one.merged, label=label)
+
+
+def check_chars(text: str) -> None:
+    """Raise BadRow for a text that is tokenized in no reasonable time and memory, and that no model reads."""
+    if len(text) > MOST_ROW_CHARS:
+        raise BadRow(
+            f"the row has {len(text):,} characters, more than {MOST_ROW_CHARS:,} (about a million tokens)",
+            "split it into rows (data.text_unit: document does so for text files)",
+        )
 
 
 def check_loss_spans(loss_spans: Iterable[tuple[int, int]], num_tokens: int, rendering: Rendering) -> None:
