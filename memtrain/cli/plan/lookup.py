@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from memtrain.cli.plan.model_shape import layers_seer, shape_for
+from memtrain.cli.plan.model_shape import layer_measurer, shape_for
 from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.estimate.pricing import PlannerInputs
 from memtrain.memory.hardware.devices import Hardware, detect
@@ -260,7 +260,7 @@ def facts_without_data(
         teacher=teacher_shape(recipe, lambda model: look_at_model(model).config),
         presumed=presumed,
         is_guessed=True,
-        see_layers=layers_seer(looked.config, shape),
+        measure_layers=layer_measurer(looked.config, shape),
         at_length=lambda length: facts_without_data(
             SourcedRecipe(with_key(recipe, "length.max_length", length), asked.where),
             looked,

@@ -11,7 +11,7 @@ from typing import Any
 import memtrain
 from memtrain.cli.plan.keep_plan import at_its_turns, begun_in, resolve_again, turns_decision
 from memtrain.cli.plan.model_config import model_config, reward_shapes, teacher_shape
-from memtrain.cli.plan.model_shape import layers_seer, shape_for
+from memtrain.cli.plan.model_shape import layer_measurer, shape_for
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.cli.plan.usual_tokenizer import keep_last
 from memtrain.memory.estimate.pricing import PlannerInputs, host_need
@@ -136,7 +136,7 @@ def facts_of(
         written_prompt=longest_written_prompt(recipe, data),
         num_written=num_written(recipe, data),
         presumed=presumed,
-        see_layers=layers_seer(config, shape),
+        measure_layers=layer_measurer(config, shape),
         at_length=lambda length: facts_of(
             with_key(recipe, "length.max_length", length), data, config, hardware, presumed
         ),

@@ -8,11 +8,10 @@ from functools import lru_cache, partial
 from typing import Any, Literal
 
 from memtrain.errors import LaunchError
-from memtrain.memory.model_shape.families import PASSED
-from memtrain.memory.model_shape.seen_layers import NOT_SEEN, SeenLayers
+from memtrain.memory.model_shape.layer_record import NOT_MEASURED, ModelRecord
 from memtrain.memory.model_shape.shape import ModelShape, has_formula, shape_of
 from memtrain.memory.plan.settings import Settings
-from memtrain.trainers.tools.trace.client import LayersJob, layers_job, seen_layers
+from memtrain.trainers.tools.trace.client import LayersJob, layer_record, layers_job
 
 
 def shape_for(config: Mapping[str, Any], where: str = "", head: Literal["lm", "score"] = "lm") -> ModelShape:
@@ -27,31 +26,23 @@ def shape_for(config: Mapping[str, Any], where: str = "", head: Literal["lm", "s
     return counted_shape(config, where, head)
 
 
-def layers_seer(config: Mapping[str, Any], shape: ModelShape) -> Callable[[Settings], ModelShape] | None:
-    """Function that finds the activations of layers that no formula knows; None where formulas know them, or
-    this machine cannot build the model."""
-    is_passed = shape.own_layers or shape.model_type in PASSED
-    if not is_passed or shape.counts is None:
-        return None
-    return partial(_with_seen_layers, dict(config), shape)
+def layer_measurer(config: Mapping[str, Any], shape: ModelShape) -> Callable[[Settings], ModelShape] | None:
+    """Function that measures the layers of a model of which no formula is known; None where one is, or this
+    machine cannot build the model."""
+    return None if shape.counts is None else partial(_with_record, dict(config), shape)
 
 
-def _with_seen_layers(config: dict[str, Any], shape: ModelShape, settings: Settings) -> ModelShape:
-    if shape.model_type in NOT_SEEN:
-        return replace(shape, unseen=NOT_SEEN[shape.model_type])
-    found = _passed(layers_job(config, settings).model_dump_json())
-    return replace(shape, unseen=found) if isinstance(found, str) else passed_shape(shape, found)
-
-
-def passed_shape(shape: ModelShape, seen: SeenLayers) -> ModelShape:
-    """A counted shape with the activations of its layers, and its family's norms."""
-    return replace(shape, seen=seen, family=PASSED.get(shape.model_type, shape.family))
+def _with_record(config: dict[str, Any], shape: ModelShape, settings: Settings) -> ModelShape:
+    if shape.model_type in NOT_MEASURED:
+        return replace(shape, unmeasured=NOT_MEASURED[shape.model_type])
+    found = _measured(layers_job(config, settings).model_dump_json())
+    return replace(shape, **{"unmeasured" if isinstance(found, str) else "record": found})
 
 
 @lru_cache(maxsize=16)
-def _passed(job: str) -> SeenLayers | str:
-    """The layers of a job, or why they cannot be passed: a search for lengths asks many times."""
+def _measured(job: str) -> ModelRecord | str:
+    """The record of a job, or why there is none: a search for lengths asks many times."""
     try:
-        return seen_layers(LayersJob.model_validate_json(job))
+        return layer_record(LayersJob.model_validate_json(job))
     except LaunchError as error:
         return error.faults[0].what

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memtrain.cli.plan.model_config import model_config, teacher_shape
-from memtrain.cli.plan.model_shape import layers_seer, shape_for
+from memtrain.cli.plan.model_shape import layer_measurer, shape_for
 from memtrain.errors import DoesNotFit, RecipeError
 from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, typical_micro_batch
 from memtrain.memory.hardware.devices import Hardware, detect
@@ -68,7 +68,7 @@ def pricing(loaded: LoadedRecipe, budget_bytes: int | None) -> Pricing:
             unshared=unshared,
             taught=recipe.taught,
             teacher=teacher,
-            see_layers=layers_seer(config, shape),
+            measure_layers=layer_measurer(config, shape),
         )
         try:
             resolved = resolved_if_it_fits(asked, facts)

@@ -47,6 +47,12 @@ from memtrain.memory.estimate.experts import (
     widest_mlp,
 )
 from memtrain.memory.estimate.flash_scratch import MASKED, flash_scratch, windows_backward
+from memtrain.memory.estimate.layer_record import (
+    recorded_backward,
+    recorded_final_backward,
+    recorded_forward,
+    recorded_kept,
+)
 from memtrain.memory.estimate.liger_layers import liger_recomputed
 from memtrain.memory.estimate.own_attention import (
     dropped_backward,
@@ -60,7 +66,6 @@ from memtrain.memory.estimate.own_attention import (
 )
 from memtrain.memory.estimate.quantized import LAST, unpacked
 from memtrain.memory.estimate.query_norms import query_norm_backward
-from memtrain.memory.estimate.seen_layers import seen_backward, seen_forward, seen_kept
 from memtrain.memory.estimate.segment_calls import call_results
 from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.model_shape.shape import ENTERING, MLP_NAMES
@@ -72,10 +77,10 @@ def norm_kept(load: Workload, width: int, *, num_scales: int) -> int:
 
     4*N*width for the float32 copy (in float32 the input itself), its normalized form where the scale is
     trained, and 4*N for each root mean square. Fused kernels and Liger's keep the input as it came, and the
-    latter; layer norms besides a mean.
+    latter.
     """
-    if load.settings.liger or load.is_fused or load.shape.family.layer_norms:
-        return load.a * load.N * width + 4 * load.N * num_scales * (1 + load.shape.family.layer_norms)
+    if load.settings.liger or load.is_fused:
+        return load.a * load.N * width + 4 * load.N * num_scales
     normalized = 0
     if load.trains_all:
         normalized = 4 if load.shape.family.norms_in_float else load.a
@@ -127,8 +132,8 @@ def needs_product(load: Workload) -> bool:
 def layer_kept(load: Workload) -> int:
     """Bytes that one layer keeps for its backward pass when it is not checkpointed, at most."""
     shape, N, a = load.shape, load.N, load.a
-    if shape.seen is not None:
-        return max(seen_kept(load))
+    if load.record is not None:
+        return max(recorded_kept(load))
     kept = norm_kept(load, shape.family.num_wide_norms * shape.width, num_scales=shape.family.num_wide_norms)
     # The inputs of the two groups of linear maps: q, k, v, and gate, up.
     attention_input = keeps_attention_input(load)
@@ -151,10 +156,10 @@ def keeps_attention_input(load: Workload) -> bool:
 def keeps_its_input(load: Workload) -> bool:
     """Whether a layer's input itself is among what it keeps.
 
-    The first norm keeps it in float32 and in a fused kernel; without a norm before, the first maps do. Passes
-    through a layer count what it makes alone.
+    The first norm keeps it in float32 and in a fused kernel; without a norm before, the first maps do. A
+    record counts what a layer makes alone.
     """
-    if load.shape.seen is not None:
+    if load.record is not None:
         return False
     family = load.shape.family
     if family.norms_after and family.num_wide_norms == 2:
@@ -184,8 +189,8 @@ def layer_backward(load: Workload) -> int:
     other moments; bitsandbytes' 8-bit products hold copies of their rows besides. A norm after the MLP goes
     before both, while all that the layer kept is there; the one between is highest where the MLP is narrow.
     """
-    if load.shape.seen is not None:
-        return seen_backward(load) + dequantized(load)
+    if load.record is not None:
+        return recorded_backward(load).num_bytes
     if load.settings.quantize == "8bit" and load.shape.experts is None and not packs_itself(load.settings):
         return max(mlp_backward(load), attention_backward(load)) + dequantized(load)
     made = max(mlp_backward(load), attention_backward(load), unpacking_backward(load))
@@ -225,8 +230,8 @@ def unpacking_backward(load: Workload) -> int:
 @once
 def scratch_at_peak(load: Workload) -> int:
     """Share of `layer_backward` that is flash attention's own scratch, where its moment is the higher."""
-    if load.shape.seen is not None:
-        return 0
+    if load.record is not None:
+        return recorded_backward(load).kernel
     return flash_scratch(load) if attention_backward(load) > mlp_backward(load) else 0
 
 
@@ -313,7 +318,7 @@ def kept_to_attention(load: Workload) -> int:
 def last_drops_forward(load: Workload) -> int:
     """Bytes beside all that layers keep as the last one drops scores in steps; 0 where none does so."""
     dropping = dropped_forward(load)
-    if not dropping or load.shape.seen is not None:
+    if not dropping or load.record is not None:
         return 0
     return kept_to_attention(load) - layer_kept(load) + dropping + 2 * layer_boundary(load)
 
@@ -326,8 +331,8 @@ def layer_forward(load: Workload) -> int:
     it is unpacked, and its output. bitsandbytes' 8-bit product is int32, then float16, then what is asked.
     """
     shape, N, a = load.shape, load.N, load.a
-    if shape.seen is not None:
-        return seen_forward(load) + dequantized(load)
+    if load.record is not None:
+        return recorded_forward(load)
     product = a * N * 3 * shape.mlp_width + adapted_forward(load)
     product += scaled_forward(load, *FACTORS)
     factor = 2 * a * N * shape.mlp_width + max(dequantized(load), norms_forward(load, *MLP_NAMES))
@@ -350,8 +355,9 @@ def norm_backward(load: Workload) -> int:
     In float32 two of the copies are the tensors themselves. In one kernel: the gradients of the picked rows,
     of its output and of its input.
     """
-    in_one_kernel = load.settings.liger or (load.is_fused and load.settings.device == "cuda")
-    if in_one_kernel or load.shape.family.layer_norms:
+    if load.record is not None:
+        return recorded_final_backward(load)
+    if load.settings.liger or (load.is_fused and load.settings.device == "cuda"):
         return 3 * load.a * load.N * load.shape.width
     copies = 12 if load.is_half else 4
     others = 3 if load.trains_all or load.is_fused else 4

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.adapters import head_adapter, rounded_adapters
 from memtrain.memory.estimate.experts import stack_gradients
+from memtrain.memory.estimate.layer_record import recorded_gradients
 from memtrain.memory.estimate.quantized import LAST
-from memtrain.memory.estimate.seen_layers import seen_gradients
 from memtrain.memory.estimate.static import gradient_bytes, largest_trained, sums_wide, trains_embedding
 from memtrain.memory.estimate.weights_offload import adapter_of_layer, gradients_on_the_way, trains_away
 from memtrain.memory.estimate.workload import Workload
@@ -93,7 +93,7 @@ def gradients_in_order(
     later = of_layer * size if trains_all else _adapters_missing(load, missing)
     in_first = whole - own_embedding + (waiting if tied else 0) - later
     in_embedding = whole - own_embedding + coming
-    own = max(weight, size * there, seen_gradients(load))
+    own = max(weight, size * there, recorded_gradients(load))
     turn = own if trains_all else _adapters_of_turn(load, later)
     in_turn = waiting + turn, in_first, in_embedding
     return GradientBytes(0, waiting, *in_turn, arriving, whole, 0, widens=widened // load.a)

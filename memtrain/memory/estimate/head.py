@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from memtrain.memory.estimate.activations import layer_boundary, norm_kept
 from memtrain.memory.estimate.adapters import head_adapter
+from memtrain.memory.estimate.layer_record import recorded_final_norm
 from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.plan.heaviest_batch import HeadOutput
 from memtrain.memory.plan.sizes import tile_columns, tile_tokens
@@ -62,7 +63,7 @@ def head_bytes(load: Workload, *, trains_head: bool) -> HeadBytes:
             weight_gradient=weight_gradient,
         )
     return HeadBytes(
-        norm=norm_kept(load, shape.width, num_scales=1),
+        norm=recorded_final_norm(load) if load.record else norm_kept(load, shape.width, num_scales=1),
         kept=picked + kept,
         # The norm's output is gone once the rows are picked from it; transformers' own step holds it.
         forward=picked + (rows + forward if load.batch.foreign else max(rows, forward)),

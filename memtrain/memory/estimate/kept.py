@@ -14,10 +14,10 @@ from memtrain.memory.estimate.activations import (
     norm_kept,
 )
 from memtrain.memory.estimate.adapters import adapts, masks_kept
+from memtrain.memory.estimate.layer_record import recorded_at_work, recorded_embeddings, recorded_kept
 from memtrain.memory.estimate.offloaded_layers import waiting_storages
 from memtrain.memory.estimate.own_attention import masked_kept
 from memtrain.memory.estimate.positions import positions, positions_and_mask
-from memtrain.memory.estimate.seen_layers import seen_at_work, seen_kept
 from memtrain.memory.estimate.static import learns_embeddings
 from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.model_shape.shape import ENTERING
@@ -62,10 +62,10 @@ def kept_despite(load: Workload) -> int:
 def kept_whole(load: Workload, every: int = 0) -> int:
     """Bytes kept by all layers of which none is checkpointed, or every n-th: the first, and so on."""
     num_layers = load.shape.num_layers
-    if load.shape.seen is None:
+    if load.record is None:
         whole = (num_layers - (-(-num_layers // every) if every else 0)) * layer_kept(load)
         return whole if every else whole - (num_layers - load.shape.num_sliding_layers) * masked_kept(load)
-    return sum(size for at, size in enumerate(seen_kept(load)) if not every or at % every)
+    return sum(size for at, size in enumerate(recorded_kept(load)) if not every or at % every)
 
 
 @once
@@ -85,9 +85,12 @@ def kept(load: Workload) -> Kept:
         return _kept_streamed(load)
     if not every:
         tables = positions(load)
+        if load.record is not None:
+            tables += recorded_embeddings(load)
+            everything = kept_whole(load) + tables
+            return Kept(everything, recorded_at_work(load), tables, everything)
         everything = kept_whole(load) - unneeded_in_first(load) + tables
-        at_work = full if load.shape.seen is None else seen_at_work(load)
-        return Kept(everything, at_work, tables, everything)
+        return Kept(everything, full, tables, everything)
     is_away = settings.offload == "boundaries"
     count = -(-num_layers // every)
     stay = min(count, settings.offload_keep + 1) if is_away else count
@@ -97,7 +100,7 @@ def kept(load: Workload) -> Kept:
     # it is fetched by then.
     keeps_input = keeps_its_input(load)
     is_one_ahead = is_away and not settings.offload_keep and count > 1
-    last = full if load.shape.seen is None else seen_kept(load)[-1]
+    last = full if load.record is None else recorded_kept(load)[-1]
     shared = boundary if keeps_input and not is_one_ahead else 0
     of_first = boundary if keeps_input and (not is_away or settings.offload_keep >= count) else 0
     return Kept(
@@ -108,6 +111,8 @@ def kept(load: Workload) -> Kept:
 def unneeded_norm(load: Workload) -> int:
     """Bytes that the first norm of all does not keep, where frozen embeddings need no gradient; 0 without a
     norm before the first maps."""
+    if load.record is not None:
+        return 0
     family = load.shape.family
     begins_with_maps = family.norms_after and family.num_wide_norms == 2
     if learns_embeddings(load.settings) or begins_with_maps:
@@ -121,7 +126,7 @@ def unneeded_in_first(load: Workload) -> int:
     shape, of_first = load.shape, unneeded_norm(load)
     if learns_embeddings(load.settings):
         return 0
-    is_plain = shape.seen is None and shape.counts is None and load.settings.quantize != "8bit"
+    is_plain = shape.counts is None and load.settings.quantize != "8bit"
     if not is_plain:
         return of_first
     if adapts(load, *ENTERING):

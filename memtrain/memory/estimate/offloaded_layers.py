@@ -30,7 +30,7 @@ def waiting_storages(load: Workload) -> int:
     """Bytes on the device when all layers are through: the newest storages of the last layer, and the small
     ones of every layer; at most all that one keeps. Of layers that no formula knows, all of it."""
     shape, full = load.shape, layer_kept(load)
-    if shape.seen is not None:
+    if load.record is not None:
         return full
     if not _is_plain(load):
         return min(full, load.a * load.N * (5 * widest_mlp(load) + 2 * shape.width))
@@ -42,7 +42,7 @@ def storages_amid(load: Workload) -> int:
     """Bytes in a layer's MLP as its product is made: two factors, it, the residual stream, and the newest
     storages before them, with those of the layer before; 0 where they are not counted one by one."""
     shape = load.shape
-    if shape.num_layers < 2 or shape.seen is not None or not _is_plain(load):
+    if shape.num_layers < 2 or load.record is not None or not _is_plain(load):
         return 0
     large, stays = _by_size(load)
     of_mlp = [size for size in _saved_in_mlp(load) if size >= MIN_BYTES]
@@ -129,7 +129,7 @@ def offloaded_backward(load: Workload, *, is_first: bool = False) -> int:
     most beside a narrow MLP, its inputs and output are back and their gradients there. Of layers that no
     formula knows all that one kept is taken to be back at once.
     """
-    if load.shape.seen is not None:
+    if load.record is not None:
         return layer_backward(load)
     beside = 3 + (load.is_fused if load.trains_all else 2)
     shape, row = load.shape, load.a * load.N

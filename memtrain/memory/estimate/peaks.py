@@ -32,6 +32,7 @@ from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch
 from memtrain.memory.estimate.gradients import GradientBytes, buckets_of_ddp, gradients_in_order
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.kept import kept, kept_bytes, unneeded_norm
+from memtrain.memory.estimate.layer_record import first_turn
 from memtrain.memory.estimate.liger_layers import liger_forward
 from memtrain.memory.estimate.offloaded_layers import offloaded_backward, storages_amid
 from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
@@ -226,6 +227,9 @@ def _turns(load: Workload, made: GradientBytes) -> list[Moment]:
         {"gradients": made.in_last, "activations": held.everything - held.of_last},
         {"gradients": made.in_first, "activations": max(0, held.beside_first - unneeded)},
     ]
+    if load.record is not None:
+        first = first_turn(load)
+        turns[1] |= {"recomputation": first.num_bytes - first.kernel + made.added, SCRATCH: first.kernel}
     if load.settings.offload == "all" and load.settings.liger:
         turns[1] |= {"recomputation": offloaded_backward(load, is_first=True) + made.added}
     if load.settings.in_backward and load.shape.num_layers > 2:
@@ -239,7 +243,7 @@ def _attention_turns(load: Workload, of_head: int, *, accumulates: bool) -> list
     after these are there; none where they are in any case, or leave as they come."""
     settings = load.settings
     leaves = settings.in_backward or trains_away(settings) or settings.offload == "all"
-    if accumulates or leaves or settings.slice_tokens or load.shape.seen is not None:
+    if accumulates or leaves or settings.slice_tokens or load.record is not None:
         return []
     kernel = flash_scratch(load)
     at_norm = query_norm_backward(load, norm_kept(load, load.shape.width, num_scales=1))
@@ -286,6 +290,9 @@ def _in_forward(load: Workload) -> int:
     if load.settings.slice_tokens and load.settings.offload == "boundaries":
         return forward_of_layer(load) + positions_and_mask(load)
     if load.settings.checkpoint_every or load.settings.slice_tokens or load.settings.weights_offload:
+        return 0
+    if load.record is not None:
+        # Among the moments of the layer's own passes.
         return 0
     parts = layer_parts(load)
     held = experts_forward(load, keeps_input=parts.keeps_input)

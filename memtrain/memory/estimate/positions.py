@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from memtrain.memory.estimate.context_parallel import score_pairs
 from memtrain.memory.estimate.flash_scratch import FLEX, MASKED
+from memtrain.memory.estimate.layer_record import recorded_tables
 from memtrain.memory.estimate.own_attention import own_masks
 from memtrain.memory.estimate.workload import Workload, once
 
@@ -27,6 +28,8 @@ def positions(load: Workload) -> int:
     follow the length of the row. A block mask is four tables of int32 [N / 128, N / 128], two by queries and
     two by keys, and the number of each token's segment and prompt (trainers/model/attention/flex.py).
     """
+    if load.record is not None:
+        return recorded_tables(load)
     family = load.shape.family
     each = 4 if family.rotary_in_float else load.a
     is_cut = load.settings.slice_tokens and not load.shape.angles_follow_rows

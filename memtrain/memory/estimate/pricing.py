@@ -78,7 +78,7 @@ class PlannerInputs:
     """The same facts with another `length.max_length`; None where rows cannot be laid out again."""
     foreign: ForeignStep | None = None
     """The step of another tool, whose run is planned as it was."""
-    see_layers: Callable[[Settings], ModelShape] | None = None
+    measure_layers: Callable[[Settings], ModelShape] | None = None
     """The shape with the activations of its layers under some settings; None where formulas know them."""
 
     def with_prompts_apart(self) -> PlannerInputs:
@@ -87,9 +87,9 @@ class PlannerInputs:
         profile, count_steps = self.unshared
         return replace(self, profile=profile, count_steps=count_steps)
 
-    def with_seen_layers(self, settings: Settings) -> PlannerInputs:
-        """The same inputs, layers that no formula knows passed in the precision of some settings."""
-        return self if self.see_layers is None else replace(self, shape=self.see_layers(settings))
+    def with_measured_layers(self, settings: Settings) -> PlannerInputs:
+        """The same inputs, layers that no formula knows measured under some settings."""
+        return self if self.measure_layers is None else replace(self, shape=self.measure_layers(settings))
 
     def has(self, package: str) -> bool:
         """Whether the run can import a package."""

@@ -44,7 +44,7 @@ def slice_of(load: Workload) -> Workload:
     alone = {"pad_to_multiple_of": None, "slice_tokens": 0, "context_parallel": 1}
     whole = load.settings.model_copy(update=alone)
     batch = HeaviestBatch(1, n, n, n, load.batch.asks, segments=min(n, load.batch.num_segments))
-    return replace(load, settings=whole, batch=batch)
+    return replace(load, settings=whole, batch=batch, shape=replace(load.shape, record=None))
 
 
 def streamed_backward(load: Workload) -> dict[str, int]:

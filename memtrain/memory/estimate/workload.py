@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from memtrain.memory.model_shape.layer_record import ModelRecord
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
@@ -74,6 +75,14 @@ class Workload:
         whole = max(0, min(self.batch.scored_tokens, self.batch.tokens - self.batch.rows))
         # A slice may be all answer.
         return whole if self.settings.context_parallel == 1 else min(whole, self.N)
+
+    @cached_property
+    def record(self) -> ModelRecord | None:
+        """What layers hold, measured, where they take the row whole and keep what they keep on the device.
+        Layers that carry a state are never cut, and all that one keeps is taken to be there."""
+        settings, shape = self.settings, self.shape
+        is_whole = not settings.slice_tokens and (settings.offload != "all" or bool(shape.own_layers))
+        return shape.record if is_whole else None
 
     @cached_property
     def passes(self) -> tuple[Workload, ...]:

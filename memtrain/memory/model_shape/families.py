@@ -21,8 +21,6 @@ class Family:
     """q, k and v are one linear map, gate and up another."""
     norms_in_float: bool = False
     """The norm multiplies by its scale in float32 (others round first)."""
-    layer_norms: bool = False
-    """Norms are torch's layer norms: they keep their input as it comes, a mean and a deviation."""
     norms_after: bool = False
     """The MLP's output goes through a norm before it is added."""
     scales_outputs: bool = False
@@ -109,9 +107,6 @@ FAMILIES: dict[str, Family] = {
         defaults=_GEMMA3,
     ),
 }
-PASSED: dict[str, Family] = {"gpt_neox": Family(layer_norms=True), "stablelm": Family(layer_norms=True)}
-"""Families, by model type, whose layers are passed without data (SeenLayers): they are unlike a Llama's, with
-MLPs that have no gate, or parts side by side."""
 FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
 """Every n-th layer attends to everything where `layer_types` is not written."""
 ATTENTIONS_PER_LAYER = {"diffllama": 2}

@@ -29,9 +29,9 @@ from memtrain.memory.model_shape.layer_parts import (
     stack_rank,
     takes_experts,
 )
+from memtrain.memory.model_shape.layer_record import ModelRecord
 from memtrain.memory.model_shape.length_rules import ROTARY, length_rules, own_layers
 from memtrain.memory.model_shape.looked_up import looked_up
-from memtrain.memory.model_shape.seen_layers import SeenLayers
 from memtrain.recipes.sections.model import Adapter
 
 NO_RUN = "no run of it can start here"
@@ -79,15 +79,15 @@ class ModelShape:
     """Rotary positions depend on the length of the row."""
     own_layers: tuple[str, ...] = ()
     """Kinds of layers that are neither attention nor an MLP, whose activations no formula knows."""
-    seen: SeenLayers | None = None
-    """Activations of such layers, found in passes without data."""
-    unseen: str = ""
-    """Reason that they were not found."""
+    record: ModelRecord | None = None
+    """What its layers hold, measured in passes without data; None where formulas know them."""
+    unmeasured: str = ""
+    """Reason that it was not measured."""
 
     @property
     def is_floor(self) -> bool:
         """Whether activations are known to be more than the numbers say."""
-        return bool(self.own_layers) and self.seen is None
+        return bool(self.own_layers) and self.record is None
 
     @property
     def starts_no_run(self) -> bool:

@@ -147,7 +147,7 @@ def open_space(asked: SourcedRecipe, facts: PlannerInputs) -> tuple[DecisionLog,
     refuse_vllm(ledger, base)
     wholes = in_backward_choices(ledger, (base.batch_size, base.batch_tokens), base.num_processes)
     ledger.raise_refusals()
-    case = StrategyContext(asked, facts.with_seen_layers(base))
+    case = StrategyContext(asked, facts.with_measured_layers(base))
     choices = space(base, case, micro_batches, wholes)
     if not choices.groups:
         raise _excludes_all(case, base)

@@ -197,8 +197,8 @@ class Recorder(TensorPeak):
         for tensor in tensors:
             with self.owned_by(owner):
                 self.count(tensor, owner)
-            serial = self._serial_of(tensor)
-            if serial is not None:
+            serial = self.serial_of(tensor)
+            if serial >= 0:
                 self._relabelled[serial] = owner
 
     def owner_of(self, serial: int) -> str:
@@ -226,9 +226,10 @@ class Recorder(TensorPeak):
                 found[phase] = {name: size for name, size in totals.items() if size}
         return found
 
-    def _serial_of(self, tensor: Tensor) -> int | None:
+    def serial_of(self, tensor: Tensor) -> int:
+        """The allocation that holds a tensor; -1 where that is not counted."""
         entry = self._known.get(tensor.untyped_storage()._cdata)
-        return None if entry is None else entry.serial
+        return -1 if entry is None else entry.serial
 
     def _allocated(self, num_bytes: int, name: str) -> int:
         serial = len(self.origins)

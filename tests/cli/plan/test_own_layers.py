@@ -7,7 +7,7 @@ import pytest
 from memtrain.cli.app import run
 from memtrain.cli.plan import model_shape
 from memtrain.errors import LaunchError
-from memtrain.memory.model_shape.seen_layers import Growth, SeenLayer, SeenLayers
+from memtrain.memory.model_shape.layer_record import LayerRecord, ModelRecord, Moment, Peak
 
 HYBRID = """
 method: sft
@@ -28,29 +28,35 @@ def hybrid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "hybrid.yaml").write_text(HYBRID)
-    model_shape._passed.cache_clear()
+    model_shape._measured.cache_clear()
     yield "hybrid.yaml"
-    model_shape._passed.cache_clear()
+    model_shape._measured.cache_clear()
 
 
 def test_layers_that_no_formula_knows_are_counted_as_they_were_seen(hybrid, capsys, monkeypatch):
     """Three delta rules keep 1,000 bytes of a token, an attention 100: by formula all four kept the same."""
-    parts = ("kept", "backward", "forward", "recomputed")
-    bytes_of = {part: Growth(start=0, each=100, square=0) for part in parts}
-    attention = SeenLayer(**bytes_of, gradients=0, recomputed_gradients=0)
-    kept = {"kept": Growth(start=0, each=1000, square=0)}
-    delta = SeenLayer(gradients=0, recomputed_gradients=0, **bytes_of | kept)
-    seen = SeenLayers(kinds=(delta, attention), order=(0, 0, 0, 1), piece=64)
+    each, nothing = Moment(start=0, each=100), Moment(start=0, each=0)
+    parts = ("backward", "forward", "recomputed")
+    attention = LayerRecord(kept=each, **{part: Peak(moments=(each,)) for part in parts})
+    delta = attention.model_copy(update={"kept": Moment(start=0, each=1000)})
+    record = ModelRecord(
+        kinds=(delta, attention),
+        order=(0, 0, 0, 1),
+        piece=64,
+        tables=Moment(start=0, each=64),
+        embedded=nothing,
+        final_norm=Moment(start=0, each=388),
+        final_backward=Peak(moments=(nothing,)),
+    )
     asked = []
-    monkeypatch.setattr(model_shape, "seen_layers", lambda job: asked.append(job) or seen)
+    monkeypatch.setattr(model_shape, "layer_record", lambda job: asked.append(job) or record)
     plain = ["plan", hybrid, "--gpu", "h100", "--without-data", "model.liger=off"]
     run([*plain, "--json", "train.micro_batch_size=1"])
     told = json.loads(capsys.readouterr().out)
     assert told["fits"] is True
-    assert "those of transformers' own code, seen in passes without data" in " ".join(told["notes"])
+    assert "those of transformers' own code, measured in passes without data" in " ".join(told["notes"])
     owners = {one["owner"]: one["num_bytes"] for one in told["prediction"]["phases"][2]["owners"]}
-    cosines, final_norm = 2 * 2 * 512 * 16, 512 * (64 * (4 + 2) + 4)
-    assert owners["activations"] == 512 * 3100 + cosines + final_norm
+    assert owners["activations"] == 512 * (3100 + 64 + 388)
     run([*plain, "--solve", "max_length"])
     assert len(asked) == 1
 
@@ -61,7 +67,7 @@ def test_no_plan_fits_by_numbers_that_are_known_to_be_low(hybrid, capsys, monkey
     def fails(job):
         raise LaunchError("the step could not be traced: it broke", "--trace", "leave it out")
 
-    monkeypatch.setattr(model_shape, "seen_layers", fails)
+    monkeypatch.setattr(model_shape, "layer_record", fails)
     run(["plan", hybrid, "--gpu", "h100", "--without-data"])
     words = " ".join(capsys.readouterr().out.split())
     assert "needs more than 1." in words
@@ -80,7 +86,7 @@ def test_lengths_whose_need_is_known_from_below_alone_are_not_said_to_fit_or_not
     def fails(job):
         raise LaunchError("the step could not be traced: it broke", "--trace", "leave it out")
 
-    monkeypatch.setattr(model_shape, "seen_layers", fails)
+    monkeypatch.setattr(model_shape, "layer_record", fails)
     run(["inspect-lengths", hybrid, "--html", str(tmp_path / "page.html")])
     words = " ".join(capsys.readouterr().out.split())
     assert "whether it fits is not known: it needs more than" in words
@@ -94,7 +100,7 @@ def test_lengths_whose_need_is_known_from_below_alone_are_not_said_to_fit_or_not
 
 def test_layers_whose_passes_are_not_their_steps_are_not_passed(hybrid, tmp_path, capsys, monkeypatch):
     """Two xLSTM layers were told as 17 MiB, and their trace needs 58: the plan said that they fit."""
-    monkeypatch.setattr(model_shape, "seen_layers", lambda job: pytest.fail("they were passed"))
+    monkeypatch.setattr(model_shape, "layer_record", lambda job: pytest.fail("they were passed"))
     start = HYBRID.index("config:")
     config = "config: {model_type: xlstm, vocab_size: 1024, hidden_size: 64, num_heads: 4, num_blocks: 2}"
     (tmp_path / "xlstm.yaml").write_text(f"{HYBRID[:start]}{config}\n  {HYBRID[HYBRID.index('tokenizer') :]}")

@@ -247,7 +247,7 @@ def _at_arrival(load: Workload, kept: Kept, loss: Moment, one: Arrival) -> Momen
 def _layer_at(load: Workload, one: Arrival) -> int:
     """Bytes of a layer when the gradient of one of its matrices comes: the last, another of the MLP, or of
     the attention."""
-    if load.shape.seen is not None:
+    if load.record is not None:
         return layer_backward(load)
     if one.place == 0:
         return mlp_output_backward(load) if one.copies else layer_backward(load)

@@ -7,16 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pydantic import ConfigDict
 
 import memtrain
 from memtrain.errors import LaunchError
-from memtrain.memory.model_shape.seen_layers import SeenLayers
+from memtrain.memory.model_shape.layer_record import ModelRecord
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.models_beside import reward_model_batch
@@ -118,17 +120,40 @@ class LayersJob(Job):
     settings: Settings
 
 
+LAYER_SETTINGS = ("device", "dtype", "attention", "liger", "kernels", "adapter", "quantize")
+"""Settings that decide what a layer holds; lengths, treatments and the step do not matter to its record."""
 ANY_STEP: Mapping[str, object] = {
     "num_processes": 1,
-    "engine": "ddp",
+    "threads": 1,
     "max_length": None,
+    "padding_free": True,
+    "pad_to_multiple_of": None,
     "batch_size": 1,
     "batch_tokens": None,
     "micro_batch_size": 1,
     "micro_tokens": None,
     "max_steps": 1,
+    "checkpoint_every": 0,
+    "offload": "none",
+    "loss_tile_bytes": 1,
 }
-"""Settings that say nothing about a layer: an answer for one step is one for all."""
+"""Others that have no default, and say nothing about a layer: an answer for one step is one for all."""
+RUN_BY_TRACES = (
+    "memory/hardware",
+    "memory/plan",
+    "trainers/batches",
+    "trainers/build",
+    "trainers/distributed",
+    "trainers/losses",
+    "trainers/memory_meter",
+    "trainers/methods",
+    "trainers/model",
+    "trainers/optim",
+    "trainers/reference",
+    "trainers/tools/trace",
+)
+"""Folders of the code that decides what a step holds."""
+Answer = TypeVar("Answer", bound=Section)
 PACKAGES = ("torch", "transformers", "peft", "liger_kernel", "deepspeed")
 """Packages whose code a trace runs."""
 
@@ -202,32 +227,52 @@ def traced(job: TraceJob, *, timeout_s: float = 600.0, cache: Path | None = None
 
     Raises: LaunchError when the trace fails.
     """
-    text = job.model_dump_json()
-    file = (cache or cache_folder()) / f"{_key(text)}.json"
-    if file.is_file():
-        return Traced.model_validate_json(file.read_text()).model_copy(update={"is_remembered": True})
-    return Traced.model_validate_json(_asked(WORKER, text, file, timeout_s))
+    found, is_remembered = _answer(WORKER, job, Traced, timeout_s, cache)
+    return found.model_copy(update={"is_remembered": True}) if is_remembered else found
 
 
 def layers_job(config: Mapping[str, Any], settings: Settings) -> LayersJob:
-    """The job that passes the layers of a model; its rows and steps do not matter to it."""
-    return LayersJob(config=dict(config), settings=settings.model_copy(update=ANY_STEP))
+    """The job that measures the layers of a model. Liger's code is measured where it is installed; else
+    transformers' own, which keeps more."""
+    fields = Settings.model_fields.items()
+    plain = {name: one.get_default() for name, one in fields if not one.is_required()}
+    plain = {name: value for name, value in plain.items() if name not in LAYER_SETTINGS}
+    has_liger = find_spec("liger_kernel") is not None and find_spec("triton") is not None
+    own = {"liger": settings.liger and has_liger}
+    return LayersJob(config=dict(config), settings=settings.model_copy(update={**plain, **ANY_STEP, **own}))
 
 
-def seen_layers(job: LayersJob, *, timeout_s: float = 300.0, cache: Path | None = None) -> SeenLayers:
-    """Activations of the layers of `job`, in the same way.
+def layer_record(job: LayersJob, *, timeout_s: float = 300.0, cache: Path | None = None) -> ModelRecord:
+    """The record of the layers of `job`, in the same way.
 
     Raises: LaunchError when they cannot be passed.
     """
+    return _answer(LAYERS_WORKER, job, ModelRecord, timeout_s, cache)[0]
+
+
+def _answer(
+    worker: str, job: Job, kind: type[Answer], timeout_s: float, cache: Path | None
+) -> tuple[Answer, bool]:
+    """(the answer of a process, whether it was given before and comes from disk).
+
+    A file that cannot be read is measured again; where none can be written the answer is not kept.
+    """
     text = job.model_dump_json()
     file = (cache or cache_folder()) / f"{_key(text)}.json"
-    if file.is_file():
-        return SeenLayers.model_validate_json(file.read_text())
-    return SeenLayers.model_validate_json(_asked(LAYERS_WORKER, text, file, timeout_s))
+    try:
+        return kind.model_validate_json(file.read_bytes()), True
+    except (OSError, ValueError):
+        found = _asked(worker, text, timeout_s)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(found)
+        os.replace(unfinished, file)
+    return kind.model_validate_json(found), False
 
 
-def _asked(worker: str, text: str, file: Path, timeout_s: float) -> str:
-    """The answer of a process, as JSON; it is kept in `file`."""
+def _asked(worker: str, text: str, timeout_s: float) -> str:
+    """The answer of a process, as JSON."""
     # Tracing moves no data: one thread, no GPU.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | safe_path()
     try:
@@ -253,10 +298,7 @@ def _asked(worker: str, text: str, file: Path, timeout_s: float) -> str:
             "--trace",
             "leave it out: the computed prediction still holds",
         )
-    found = done.stdout.splitlines()[-1]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(found)
-    return found
+    return done.stdout.splitlines()[-1]
 
 
 def cache_folder() -> Path:
@@ -266,15 +308,18 @@ def cache_folder() -> Path:
 
 def _key(text: str) -> str:
     versions = [f"{name} {_version(name)}" for name in PACKAGES]
-    sources = _newest_source()
-    return hashlib.sha256("\n".join([text, *versions, sources]).encode()).hexdigest()[:32]
+    return hashlib.sha256("\n".join([text, *versions, _sources()]).encode()).hexdigest()[:32]
 
 
-def _newest_source() -> str:
-    """Time of the newest source file: an edited step is another step, and a kernel's scratch is counted by
-    formulas of the planner."""
+@cache
+def _sources() -> str:
+    """Digest of the code that passes and traces run: an edited step is another step."""
     folder = Path(memtrain.__file__).parent
-    return str(max(file.stat().st_mtime_ns for file in folder.rglob("*.py")))
+    digest = hashlib.sha256()
+    for part in RUN_BY_TRACES:
+        for file in sorted((folder / part).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _version(name: str) -> str:

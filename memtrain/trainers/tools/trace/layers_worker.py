@@ -1,4 +1,4 @@
-"""The process that passes layers: a LayersJob as JSON on standard input, a SeenLayers on the last line."""
+"""The process that passes layers: a LayersJob as JSON on standard input, a ModelRecord on the last line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def main() -> None:
     """Read, pass, write; end with the process that asks, however that ends."""
     end_with_parent()
     hide_other_kernels()
-    from memtrain.trainers.tools.trace.seen_layers import see_layers
+    from memtrain.trainers.tools.trace.layer_record import measure_layers
 
     asked = LayersJob.model_validate_json(sys.stdin.read())
-    print(see_layers(asked.config, asked.settings).model_dump_json())
+    print(measure_layers(asked.config, asked.settings).model_dump_json())
 
 
 if __name__ == "__main__":

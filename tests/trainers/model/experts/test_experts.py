@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtrain.errors import LaunchError
-from memtrain.memory.estimate import quantized as estimated
+from memtrain.memory.plan import sizes
 from memtrain.recipes.sections.model import Adapter, Model
 from memtrain.trainers.model.experts import grouped
 from memtrain.trainers.model.experts.forward import combined, is_experts, stacks_of
@@ -154,7 +154,7 @@ def test_a_few_experts_at_a_time_are_all_of_them(tmp_path: Path, monkeypatch: py
     saved("qwen3_moe", tmp_path)
     model = adapted(quantized(tmp_path, "4bit"))
     expected = step(model)
-    monkeypatch.setattr(estimated, "UNPACKED_BYTES", 2 * 4 * 48 * 32)
+    monkeypatch.setattr(sizes, "UNPACKED_BYTES", 2 * 4 * 48 * 32)
     experts = next(module for module in model.modules() if is_experts(module))
     assert matrices_of(experts, "gate_up_proj").num_at_once == 2
     assert_same(step(model), expected)

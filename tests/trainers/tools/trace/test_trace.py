@@ -455,7 +455,7 @@ def test_a_trace_that_takes_too_long_is_refused_with_a_way_out(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_of_its_own_traces_and_remembers(tmp_path, monkeypatch):
-    monkeypatch.setattr(memtrain.trainers.tools.trace.client, "_newest_source", lambda: "now")
+    monkeypatch.setattr(memtrain.trainers.tools.trace.client, "_sources", lambda: "now")
     job = CASES["chunked"].job
     asked = job_of(job.recipe, job.settings, job.config, job.batch, accumulates=False)
     assert TraceJob.model_validate_json(asked.model_dump_json()) == asked

@@ -1,13 +1,15 @@
-"""Layers that no formula knows: what passes without data find, and the arithmetic by it against the trace."""
+"""The record of a layer: what passes without data measure, and the arithmetic by it against the trace."""
 
 import subprocess
 import sys
 from dataclasses import replace
 
+import layer_records as table
+import numpy as np
 import pytest
-from trace_cases import EXPERTS, HALF, LORA, PADDED, SMALL, sft
+from trace_cases import EVERY, EXPERTS, HALF, LORA, PADDED, SMALL, has_liger, sft
 
-from memtrain.cli.plan.model_shape import layers_seer, passed_shape, shape_for
+from memtrain.cli.plan.model_shape import layer_measurer, shape_for
 from memtrain.memory.estimate.activations import layer_kept
 from memtrain.memory.estimate.peaks import estimate
 from memtrain.memory.estimate.workload import Workload
@@ -15,10 +17,10 @@ from memtrain.memory.explain.own_layers import activations_words
 from memtrain.memory.model_shape.shape import shape_of
 from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.trainers.model.loading.module_shapes import counted_shape
-from memtrain.trainers.tools.trace import seen_layers as passes
-from memtrain.trainers.tools.trace.client import LayersJob, layers_job, seen_layers
+from memtrain.trainers.tools.trace import layer_record as passes
+from memtrain.trainers.tools.trace.client import LayersJob, layer_record, layers_job
+from memtrain.trainers.tools.trace.layer_record import measure_layers, piece_of
 from memtrain.trainers.tools.trace.other_kernels import OTHER_KERNELS
-from memtrain.trainers.tools.trace.seen_layers import Seen, piece_of, see_layers
 from memtrain.trainers.tools.trace.trace import trace
 
 DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_conv_kernel_dim": 4}
@@ -52,13 +54,15 @@ FAMILIES = {
     "recurrent_gemma": {"lru_width": 128, "block_types": ["recurrent", "attention"]},
 }
 QUICK = ("qwen3_5_text", "lfm2", "nemotron_h", "gpt_neox", "stablelm")
-TOO_HIGH = (
-    ("lfm2", "LoRA in float32, checkpointed"),
-    ("recurrent_gemma", "LoRA, checkpointed"),
-    ("recurrent_gemma", "LoRA in float32, checkpointed"),
-)
 NO_ADAPTER = ("falcon_h1", "nemotron_h")
 """Of which PEFT adapts no `out_proj`."""
+QUICK_TABLE = [
+    ("phi3", "full, float32"),
+    ("olmo2", "full"),
+    ("gemma", "DoRA, checkpointed"),
+    ("qwen3_moe", "LoRA with dropout"),
+    ("granite", "full, padded"),
+]
 LONG = HeaviestBatch(rows=2, tokens=1024, scored_tokens=1024, longest=512)
 FORMS = {
     "whole": {},
@@ -85,22 +89,54 @@ def cases():
             is_quick = family in QUICK and form in ("whole", "LoRA, checkpointed")
             is_quick |= family == "gpt_neox" and "LoRA in" in form
             marks = [] if is_quick else [pytest.mark.slow]
-            if (family, form) in TOO_HIGH:
-                why = "of two layers the first needs no gradient of its input: 3 to 10 % too high"
-                marks.append(pytest.mark.xfail(reason=why, strict=True))
             if not (family in NO_ADAPTER and "adapter" in FORMS[form]):
                 yield pytest.param(family, FORMS[form], marks=marks)
 
 
+def error_of(case):
+    """Share by which the prediction by the record is above the trace."""
+    shape = replace(counted_shape(case.config), record=measure_layers(case.config, case.settings))
+    reported = estimate(case.settings, shape, case.batch, accumulates=False)
+    return reported.peak.num_bytes / trace(case.job).recorder.peak_bytes - 1
+
+
 @pytest.mark.parametrize(("family", "changes"), cases())
-def test_the_arithmetic_by_seen_layers_follows_the_trace(family, changes):
+def test_the_arithmetic_by_a_record_follows_the_trace(family, changes):
     """It told 38 to 89 % too little of these by the formulas of a Llama, and of GPT-NeoX 27 to 47 % too much.
     It may tell a little too much."""
-    case = case_of(family, changes)
-    shape = passed_shape(counted_shape(case.config), see_layers(case.config, case.settings))
-    reported = estimate(case.settings, shape, LONG, accumulates=False)
-    found = trace(case.job).recorder.peak_bytes
-    assert -0.02 < reported.peak.num_bytes / found - 1 < 0.03
+    assert -0.02 < error_of(case_of(family, changes)) < 0.03
+
+
+TABLE = [
+    pytest.param(*one, marks=[] if one in QUICK_TABLE else [pytest.mark.slow]) for one in table.cases(None)
+]
+
+
+@pytest.mark.parametrize(("family", "form"), TABLE)
+def test_a_record_is_never_below_the_trace_and_a_little_above(family, form):
+    """Of families that have formulas, too: these had -2.8 to +2.9 % of the same cases."""
+    assert 0 <= table.error_of(table.case_of(family, form)) < 0.011
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"kernels": "fused"}, id="fused kernels"),
+        pytest.param({"kernels": "fused"} | EVERY | {"adapter": LORA}, id="fused, LoRA, checkpointed"),
+        pytest.param({"adapter": LORA, "quantize": "4bit"}, id="QLoRA"),
+        pytest.param({"adapter": LORA, "quantize": "4bit"} | EVERY, id="QLoRA, checkpointed"),
+        pytest.param(
+            {"liger": True, "device": "cuda"} | EVERY,
+            id="Liger, checkpointed",
+            marks=pytest.mark.skipif(not has_liger(), reason="liger-kernel is not installed"),
+        ),
+    ],
+)
+def test_what_runs_is_what_is_passed(changes):
+    """Kernels, packed weights and Liger's code are in the record, not put beside it."""
+    assert (
+        -0.001 < error_of(replace(sft(SMALL | {"num_hidden_layers": 4}, HALF | changes), batch=LONG)) < 0.011
+    )
 
 
 @pytest.mark.parametrize("form", ["whole", "LoRA", "LoRA, checkpointed", "LoRA in float32, checkpointed"])
@@ -111,61 +147,47 @@ def test_layers_that_take_packed_rows_are_passed_with_one(changes, form):
     """Memtrain's own attention, which a family has by default, is told where rows begin: without, no layer
     passed."""
     case = replace(sft(config_of("gpt_neox"), HALF | {"max_length": 512} | changes | FORMS[form]), batch=LONG)
-    shape = passed_shape(counted_shape(case.config), see_layers(case.config, case.settings))
-    reported = estimate(case.settings, shape, LONG, accumulates=False)
-    assert -0.02 < reported.peak.num_bytes / trace(case.job).recorder.peak_bytes - 1 < 0.03
+    assert -0.001 < error_of(case) < 0.011
 
 
 def test_every_kind_of_layer_is_passed_once_and_stands_for_its_like():
-    seen = see_layers(config_of("qwen3_5_text"), case_of("qwen3_5_text", {}).settings)
-    assert seen.order == (0, 0, 0, 1)
-    delta, attention = seen.kinds
+    found = measure_layers(config_of("qwen3_5_text"), case_of("qwen3_5_text", {}).settings)
+    assert found.order == (0, 1, 1, 2)
+    _, delta, attention = found.kinds
     # What transformers' own code keeps of a delta rule is float32, and several times what attention keeps.
     assert delta.kept.each > 2 * attention.kept.each
     assert {delta.kept.square, attention.kept.square} == {0.0}
 
 
-def test_a_seen_llama_keeps_what_its_formula_says():
-    """Its output, which was counted too, goes with the forward pass: the next norm keeps a float32 copy."""
+def test_a_measured_llama_keeps_what_its_formula_says():
     config, settings = SMALL | {"num_key_value_heads": 4}, case_of("qwen3_5_text", {}).settings
     known = shape_of(config)
-    load, seen = (
-        Workload(settings, one, LONG) for one in (known, replace(known, seen=see_layers(config, settings)))
-    )
-    assert layer_kept(seen) == layer_kept(load)
+    measured = replace(known, record=measure_layers(config, settings))
+    load, other = (Workload(settings, one, LONG) for one in (known, measured))
+    assert layer_kept(other) == layer_kept(load)
 
 
-def test_bytes_at_three_lengths_lie_on_a_parabola():
-    """7 + 5 T + 3 T^2 at two, three and four pieces of ten tokens."""
-    found = passes._growth(10, [7 + 5 * tokens + 3 * tokens**2 for tokens in (20, 30, 40)])
-    assert (found.start, found.each, found.square) == pytest.approx((7, 5, 3))
-    assert found.of(100) == pytest.approx(30_507)
+def test_moments_are_parabolas_of_which_each_is_the_highest_somewhere():
+    """7 + 5 T + 3 T^2, a constant that is higher in short rows, and a line that is nowhere the highest."""
+    lengths = (256, 384, 512)
+    owns = [np.array([7 + 5 * T + 3 * T**2, 10**6, 40 * T]) for T in lengths]
+    spans = [passes.Span(np.arange(3), own, np.array([2, 9, 0]), np.zeros(3, bool)) for own in owns]
+    fit = object.__new__(passes.Fit)
+    fit.step, fit.lengths, fit.is_alike, fit.passes = 128, list(lengths), True, spans
+    found = fit.peak(lambda span: span)
+    assert sorted(round(one.start) for one in found.moments) == [7, 10**6]
+    assert found.highest(1, 100) == (10**6, 9)
+    assert found.highest(1, 1000) == (3_005_007, 2)
+    # Rows beside each other share what no token adds.
+    assert found.highest(2, 1000) == (2 * 3_005_000 + 7, 2)
 
 
-def test_layers_bytes_are_read_off_the_changes_of_their_passes():
-    """Two layers get inputs of 4 and 6 and keep 10 and 20; the output of the second, 5, is let go with the
-    forward pass. In the backward pass they hold 40 and 7 more, and gradients of their weights of 3 and 2."""
-    sizes = {"in": 4, "a": 10, "b": 6, "c": 20, "out": 5, "back": 40, "late": 3, "again": 7, "first": 2}
-    order = ["in", "a", "b", "c", "out", "-out", "late", "back", "-back", "-c", "first", "again", "-again"]
-    # Computed again the second holds 8 with a gradient of 3, and the first 9 with what came in, 2.
-    sizes |= {"enters": 8, "its own": 3, "comes in": 2, "made": 9}
-    order += ["its own", "enters", "-enters", "comes in", "made"]
-    serials = {name: number for number, name in enumerate(sizes)}
-    changes = [
-        passes.Change(
-            serials[name.lstrip("-")],
-            -sizes[name[1:]] if name[0] == "-" else sizes[name],
-            name.lstrip("-") in ("late", "first", "its own"),
-        )
-        for name in order
-    ]
-    bare = passes.Marks([0, 1, 2], {})
-    trained = passes.Marks([1, 3, 5], {2: 6, 1: 10, 0: 13}, done=6)
-    again = passes.Marks([], {2: 13, 1: 16, 0: 18}, done=13)
-    first, second = (passes._of_layer(changes, 0, (bare, trained, again), at) for at in (0, 1))
-    # In the first layer's turn its own 10, what it gave to the second, and 7 more.
-    assert first == Seen(16, backward=23, gradients=2, forward=4, recomputed=11, recomputed_gradients=0)
-    assert second == Seen(20, backward=60, gradients=3, forward=14, recomputed=8, recomputed_gradients=3)
+def test_a_kernels_own_memory_is_beside_the_record(monkeypatch):
+    """As much as the run's segments take, at the moment when the kernel runs."""
+    case = replace(sft(SMALL, HALF | {"attention": "torch_varlen", "device": "cuda"}), batch=LONG)
+    kind = measure_layers(case.config, case.settings).kinds[0]
+    assert kind.backward.in_kernel
+    assert not kind.forward.in_kernel
 
 
 def test_pieces_are_those_of_the_configuration():
@@ -174,28 +196,28 @@ def test_pieces_are_those_of_the_configuration():
     assert piece_of(config_of("recurrent_gemma")) == 16
 
 
-def test_models_whose_layers_are_unlike_a_llamas_are_passed_before_they_are_planned():
+def test_layers_of_every_family_without_a_formula_are_measured_before_they_are_planned():
     """By a Llama's formulas GPT-NeoX was up to 47 % too high, and StableLM from 4 too low to 23 too high."""
-    for family, is_passed in {"gpt_neox": True, "stablelm": True, "lfm2": True, "llama": False}.items():
+    for family, is_measured in {"gpt_neox": True, "glm": True, "lfm2": True, "llama": False}.items():
         config = SMALL | {"model_type": family} | FAMILIES.get(family, {})
-        assert (layers_seer(config, shape_for(config)) is not None) == is_passed
-    unseen = replace(shape_for(SMALL | {"model_type": "stablelm"}), unseen="it cannot be built")
-    assert "it cannot be built. They are counted like those of a Llama" in activations_words(unseen)
-    assert not unseen.is_floor
+        assert (layer_measurer(config, shape_for(config)) is not None) == is_measured
+    unknown = replace(shape_for(SMALL | {"model_type": "stablelm"}), unmeasured="it cannot be built")
+    assert "it cannot be built. They are counted like those of a Llama" in activations_words(unknown)
+    assert not unknown.is_floor
 
 
 @pytest.mark.slow
 def test_a_process_of_its_own_sees_the_layers_and_remembers(tmp_path, monkeypatch):
     """Falcon-H1's time steps are bound by infinity, which JSON has no word for: the process got a null."""
-    monkeypatch.setattr("memtrain.trainers.tools.trace.client._newest_source", lambda: "now")
+    monkeypatch.setattr("memtrain.trainers.tools.trace.client._sources", lambda: "now")
     case = case_of("falcon_h1", {})
     job = layers_job(case.config | {"time_step_limit": [0.0, float("inf")]}, case.settings)
     assert LayersJob.model_validate_json(job.model_dump_json()) == job
-    first = seen_layers(job, cache=tmp_path)
-    assert first == see_layers(case.config, case.settings)
+    first = layer_record(job, cache=tmp_path)
+    assert first == measure_layers(case.config, case.settings)
     [file] = tmp_path.glob("*.json")
     file.write_text(first.model_copy(update={"piece": 7}).model_dump_json())
-    assert seen_layers(job, cache=tmp_path).piece == 7
+    assert layer_record(job, cache=tmp_path).piece == 7
 
 
 def test_a_trace_takes_no_kernels_of_other_packages(tmp_path):

@@ -1,0 +1,120 @@
+"""Bytes of layers in a step, from the record of a layer of each kind."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+from memtrain.memory.estimate.flash_scratch import flash_scratch
+from memtrain.memory.estimate.workload import Workload, once
+from memtrain.memory.model_shape.layer_record import ModelRecord, Moment, Peak
+
+
+class Turn(NamedTuple):
+    """A layer at its highest moment in the backward pass."""
+
+    num_bytes: int
+    gradients: int
+    """Of its weights, where there were none before."""
+    kernel: int
+    """Part of `num_bytes` that is a kernel's own."""
+
+
+@once
+def recorded_kept(load: Workload) -> tuple[int, ...]:
+    """Bytes that each layer keeps for its backward pass when it is not checkpointed, in order."""
+    of_kinds = [_bytes(load, kind.kept) for kind in _record(load).kinds]
+    return tuple(of_kinds[kind] for kind in _record(load).order)
+
+
+@once
+def recorded_backward(load: Workload) -> Turn:
+    """The turn of the layer that holds the most during its backward pass, kept tensors included."""
+    return max(_turns(load), key=lambda turn: turn.num_bytes)
+
+
+def first_turn(load: Workload) -> Turn:
+    """The turn of the first layer."""
+    return _turns(load)[0]
+
+
+def recorded_gradients(load: Workload) -> int:
+    """Bytes of the gradients of the last layer's weights at its highest moment, where there were none before;
+    0 without a record."""
+    return 0 if load.record is None else _turns(load)[-1].gradients
+
+
+@once
+def recorded_forward(load: Workload) -> int:
+    """Most that a layer holds in a pass without gradients, with the embeddings and the residual stream."""
+    return max(_highest(load, kind.forward)[0] for kind in _record(load).kinds)
+
+
+@once
+def recorded_at_work(load: Workload) -> int:
+    """Share of all that layers keep that is gone, or counted by `recorded_backward`, in the turn that needs
+    most: that holds what the layers before it keep."""
+    kept, turns = recorded_kept(load), _turns(load)
+    before = accumulate(kept, initial=0)
+    highest = max(held + turn.num_bytes for held, turn in zip(before, turns, strict=False))
+    return sum(kept) + recorded_backward(load).num_bytes - highest
+
+
+@once
+def recorded_tables(load: Workload) -> int:
+    """Cosines and sines of a pass."""
+    return _bytes(load, _record(load).tables)
+
+
+@once
+def recorded_embeddings(load: Workload) -> int:
+    """The embeddings' output, where the first layer keeps it."""
+    return _bytes(load, _record(load).embedded)
+
+
+@once
+def recorded_final_norm(load: Workload) -> int:
+    """Kept by the norm after the layers."""
+    return _bytes(load, _record(load).final_norm)
+
+
+@once
+def recorded_final_backward(load: Workload) -> int:
+    """Peak of that norm's backward pass beside what it kept."""
+    return _highest(load, _record(load).final_backward)[0]
+
+
+@once
+def _turns(load: Workload) -> tuple[Turn, ...]:
+    record, every = _record(load), load.settings.checkpoint_every
+    plain = [_turn(load, kind.backward) for kind in record.kinds]
+    again = [_turn(load, kind.recomputed) for kind in record.kinds]
+    is_again = (bool(every) and at % every == 0 for at in range(len(record.order)))
+    return tuple((again if one else plain)[kind] for kind, one in zip(record.order, is_again, strict=True))
+
+
+def _turn(load: Workload, peak: Peak) -> Turn:
+    highest, gradients = _highest(load, peak)
+    scratch = flash_scratch(load) if peak.in_kernel else 0
+    in_kernel = peak.highest_in_kernel(*_rows(load)) + scratch if scratch else 0
+    return Turn(in_kernel, gradients, scratch) if in_kernel > highest else Turn(highest, gradients, 0)
+
+
+def _highest(load: Workload, peak: Peak) -> tuple[int, int]:
+    return peak.highest(*_rows(load), with_gradients=load.trains_all)
+
+
+def _bytes(load: Workload, moment: Moment) -> int:
+    return round(moment.of(*_rows(load)))
+
+
+def _rows(load: Workload) -> tuple[int, float]:
+    """(rows, tokens of each, in whole pieces)."""
+    rows = 1 if load.settings.padding_free else load.batch.rows
+    piece = _record(load).piece
+    return rows, load.N / rows if piece == 1 else -(-load.N // (rows * piece)) * piece
+
+
+def _record(load: Workload) -> ModelRecord:
+    assert load.record is not None, "These layers were measured."
+    return load.record
