@@ -33,11 +33,15 @@ def test_a_valid_recipe_is_shown_with_where_each_key_was_said(capsys: pytest.Cap
         "optim.lr          0.0001                                        "
         "from the command line: `optim.lr=1e-4`\n"
         "\n"
-        "checked        found\n"
-        "model          builtin:tiny: qwen3, 0.9 M parameters; weights are built in\n"
-        "tokenizer      1,024 tokens, with a chat template\n"
-        "data.train[0]  a.jsonl: format prompt_completion, the first 3 rows can be used\n"
-        "data.train[1]  b.jsonl: format prompt_completion, the first 3 rows can be used\n"
+        "checked           found\n"
+        "model             builtin:tiny: qwen3, 0.9 M parameters; weights are built in\n"
+        "tokenizer         1,024 tokens, with a chat template\n"
+        "data.train[0]     a.jsonl: format prompt_completion, the first 3 rows can be\n"
+        "                  used\n"
+        "data.train[1]     b.jsonl: format prompt_completion, the first 3 rows can be\n"
+        "                  used\n"
+        "data.train, loss  6 of the first 6 rows keep a loss token; 6 have <eos>, which\n"
+        "                  ends a text, among their loss tokens\n"
         "\n"
         "Every other key has its default; --all shows them.\n"
     )
@@ -376,7 +380,7 @@ def test_columns_that_no_text_holds_are_named_with_their_share(
     assert main(["check", "my.yaml", "data.train=alpaca.jsonl"]) == 0
     assert (
         "alpaca.jsonl: format alpaca, the first 4 rows can be used; not in the rendered text of the rows: "
-        "column 'level' (all rows), column 'note' (2 of 4 rows, 50.0%) Every"
+        "column 'level' (all rows), column 'note' (2 of 4 rows, 50.0%) data.train, loss 4 of"
     ) in " ".join(capsys.readouterr().out.split())
 
 
@@ -552,3 +556,62 @@ def test_a_row_that_the_template_refuses_is_told_by_its_line(
     assert "no token of the row is the assistant's" in err
     assert "at: chat.jsonl:3" in err
     assert main([*words, "data.on_bad_row=skip"]) == 0
+
+
+def test_check_refuses_a_max_length_that_keeps_nothing_as_a_run_does(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = [json.dumps({"prompt": "word " * 20, "completion": f"{i}"}) for i in range(3)]
+    (folder / "long.jsonl").write_text("\n".join(rows))
+    words = ["my.yaml", "data.train=long.jsonl", "length.max_length=8"]
+    said = []
+    for command in ("check", "sft"):
+        assert main([command, *words]) == 4
+        said.append(capsys.readouterr().err.splitlines()[:2])
+    assert said[0] == said[1]
+    assert "none of 3 rows is left: no loss token is within 8 tokens" in said[0][0]
+    assert main(["check", *words[:2], "length.max_length=8", "length.truncation=keep_end"]) == 0
+    assert "3 of the first 3 rows keep a loss token; 3 have <eos>" in one_line(capsys)
+
+
+def test_check_counts_the_rows_that_learn_to_end_a_turn(folder: Path, capsys: pytest.CaptureFixture[str]):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "word " * 30}]
+    short = [turns[0], {"role": "assistant", "content": "Yes"}]
+    rows = [json.dumps({"messages": one}) for one in (turns, short, short)]
+    (folder / "chats.jsonl").write_text("\n".join(rows))
+    words = ["my.yaml", "data.train=chats.jsonl", "model.chat_template=chatml", "length.max_length=24"]
+    assert main(["check", *words]) == 0
+    assert "3 of the first 3 rows keep a loss token; 2 have <|im_end|>, which ends a turn" in one_line(capsys)
+
+
+@pytest.mark.parametrize("row", ['{"text": "a"}', '{"messages": [{"role": "user", "content": "a"}]}'])
+@pytest.mark.parametrize("command", ["check", "sft"])
+def test_a_model_folder_without_a_tokenizer_is_told_as_such(
+    command: str, row: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    """It was one token in `check`, and the fault of row 1 or of the chat template in a run."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=9, **shape)).save_pretrained(folder / "bare")
+    (folder / "one.jsonl").write_text(row)
+    assert main([command, "my.yaml", "data.train=one.jsonl", "model.path=./bare"]) != 0
+    said = capsys.readouterr().err
+    assert "'./bare' has no tokenizer: there is no vocabulary in its files" in said
+    assert "chat template" not in said
+    assert "one.jsonl" not in said
+
+
+def test_a_missing_file_of_held_out_rows_is_among_the_faults(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["my.yaml", "data.eval=gone.jsonl", "data.train=lost.jsonl", "data.shufle=1"]
+    for given in (words, words[:3], words[:2]):
+        assert main(["check", *given]) != 0
+        said = capsys.readouterr().err
+        assert ("'gone.jsonl'" in said, "'lost.jsonl'" in said) == (True, len(given) > 2)
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed, without line ends."""
+    return " ".join(capsys.readouterr().out.split())

@@ -31,6 +31,7 @@ MAKES_PLANS = (
     "memtrain.trainers.tools.verify.shrink",
     "memtrain.trainers.data.length_report",
     "memtrain.trainers.data.packing.by_method",
+    "memtrain.trainers.data.packing.first_rows",
     "memtrain.trainers.data.packing.prompt_rows",
 )
 """Modules that the launcher runs, before there is a plan."""

@@ -120,7 +120,11 @@ def check_run(loaded: LoadedRecipe, left_out: frozenset[str] = frozenset()) -> l
                 lambda source=source, place=place, found=found: source_words(recipe, source, place, found),
             )
         if len(found) == len(sources) and found and has_tokenizer:
-            look.at(f"{key}, rendering", lambda found=found: rendering_words(recipe, found, tokenizer()))
+            renders = look.at(
+                f"{key}, rendering", lambda found=found: rendering_words(recipe, found, tokenizer())
+            )
+            if renders:
+                look.at(f"{key}, loss", lambda found=found: kept_words(recipe, found, tokenizer()))
             if not left_out and key == "data.train" and recipe.online is not None:
                 look.at(
                     "rewards", lambda found=found: _nothing(check_first_row(loaded, columns_of(found[0])))
@@ -316,6 +320,20 @@ def rendering_words(recipe: Recipe, found: Sequence[Found], tokenizer: PreTraine
     if faults and recipe.data.on_bad_row == "error":
         raise DataError(_once(faults))
     return words
+
+
+def kept_words(recipe: Recipe, found: Sequence[Found], tokenizer: PreTrainedTokenizerFast) -> str:
+    """How many of the first rows keep a loss token within `length:`, and have the token that ends a turn
+    among their loss tokens; nothing of prompts, pairs and judged answers.
+
+    Raises: DataError where none of all rows keeps a loss token.
+    """
+    from memtrain.trainers.data.packing.first_rows import first_rows_kept
+    from memtrain.trainers.data.store.look_into import kind_of, rendering_of
+
+    kind = kind_of(found, METHOD_FORMATS[recipe.method])
+    rendering = rendering_of(recipe.data, tokenizer, kind, found)
+    return first_rows_kept(recipe, found, tokenizer, rendering, kind, FIRST_ROWS)
 
 
 def tracker_words(recipe: Recipe) -> str:

@@ -68,7 +68,7 @@ def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) ->
         epoch_ptr=np.cumsum([0, *(len(one.tokens) for one in epochs)]),
     )
     if not laid.profile.report.num_sequences:
-        raise DataError(*_none_left(chosen.train, recipe, "rows"))
+        raise DataError(*none_left(chosen.train, recipe, "rows"))
     held = held_out_of(recipe, data, store, chosen)
     if held is None:
         return laid
@@ -77,7 +77,7 @@ def sequences_of(recipe: Recipe, data: PreparedData, *, shares_prompts: bool) ->
     for name, rows, profile in zip(recipe.data.eval_sets or ("",), held.sets, profiles, strict=True):
         if not profile.report.num_sequences:
             of_set = f" of data.eval.{name}" if name else ""
-            raise DataError(*_none_left(rows, recipe, f"held-out rows{of_set}"))
+            raise DataError(*none_left(rows, recipe, f"held-out rows{of_set}"))
     joined = joined_profile(profiles)
     whole = joined.model_copy(update={"report": summed_report([one.report for one in profiles])})
     answers = [one for one in sets if isinstance(one, AnswerSequences)]
@@ -117,7 +117,7 @@ def held_out_of(recipe: Recipe, data: PreparedData, store: TokenStore, chosen: C
     return HeldOut(store, tuple(sets)) if len(rows) else None
 
 
-def _none_left(rows: Ints, recipe: Recipe, name: str) -> tuple[str, str, str]:
+def none_left(rows: Ints, recipe: Recipe, name: str) -> tuple[str, str, str]:
     """(what, where, fix) for rows of which none can be trained on."""
     length = recipe.row_limits
     longest = length.max_length

@@ -59,7 +59,7 @@ def lay_out(lengths: Ints, spans: Spans, rows: Ints, length: RowLimits) -> Seque
         number, start, kept, bin_ptr, loss_tokens = _wrapped(own, loss_tokens_of_row, spans, rows, length)
         made = (number, start, kept)
     else:
-        number, start, kept = _pieces(own, length)
+        number, start, kept = pieces_of(own, length)
         loss_tokens = count_loss_tokens(spans, rows[number], start, kept)
         useful = loss_tokens > 0
         number, start, kept, loss_tokens = number[useful], start[useful], kept[useful], loss_tokens[useful]
@@ -108,7 +108,7 @@ def count_loss_tokens(spans: Spans, row: Ints, start: Ints, length: Ints) -> Int
     return np.bincount(owner, weights=np.maximum(end - begin, 0), minlength=len(row)).astype(np.int64)
 
 
-def _pieces(tokens: Ints, length: RowLimits) -> tuple[Ints, Ints, Ints]:
+def pieces_of(tokens: Ints, length: RowLimits) -> tuple[Ints, Ints, Ints]:
     """(number of the row, start, length) of every piece before packing, for rows of `tokens` tokens."""
     limit = length.max_length
     number, nowhere = np.arange(len(tokens)), np.zeros_like(tokens)

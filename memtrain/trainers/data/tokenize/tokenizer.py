@@ -88,6 +88,9 @@ def load_tokenizer(
         check_growth_of_file(Path(place))
     if (Path(place) / "config.json").exists():
         read_config_json(Path(place), "model.tokenizer")
+    folder = Path(place)
+    if folder.is_dir() and not any(next(folder.glob(one), None) for one in TOKENIZER_FILES):
+        raise _no_tokenizer(name, key)
     try:
         # Asks the hub once: transformers itself asks for every file that may exist, with retries.
         asked = {} if Path(place).is_dir() else find_origin(name, revision).kwargs()
@@ -104,6 +107,8 @@ def load_tokenizer(
             "model.tokenizer",
             "check the name and the network; without one, give the path of a folder with tokenizer.json",
         ) from None
+    if isinstance(tokenizer, PreTrainedTokenizerFast) and tokenizer.vocab_size < 2:
+        raise _no_tokenizer(name, key)  # transformers makes an empty one of a configuration alone
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(
             f"the tokenizer '{name}' is a {type(tokenizer).__name__}, which has no fast form",
@@ -114,6 +119,19 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = template_text(chat_template)
     return tokenizer
+
+
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+"""Names of the files that a tokenizer is read from."""
+
+
+def _no_tokenizer(name: str, key: str) -> DataError:
+    return DataError(
+        f"'{name}' has no tokenizer: there is no vocabulary in its files",
+        key,
+        "copy the tokenizer's files (tokenizer.json, tokenizer_config.json) into it, or name another place "
+        "of them: model.tokenizer",
+    )
 
 
 def template_text(chat_template: str) -> str:
