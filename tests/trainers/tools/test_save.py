@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_utils
 
 from memtrain.errors import LaunchError
-from memtrain.memory.plan.plan import Plan, Prediction, PreparedData, PreparedSplit
+from memtrain.memory.plan.plan import PLAN_FILE, Plan, Prediction, PreparedData, PreparedSplit, read_plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.data import Data
@@ -25,7 +25,7 @@ from memtrain.trainers.model.loading.adapters import add_adapter, load_adapter
 from memtrain.trainers.model.loading.layers_of_files import without_data
 from memtrain.trainers.model.loading.load import load_model
 from memtrain.trainers.model.loading.save import save_final
-from memtrain.trainers.tools import merge
+from memtrain.trainers.tools import merge, same_model
 from memtrain.trainers.tools.merge import fold, fold_by_module, merge_run
 
 TinyModel = Callable[..., Any]
@@ -253,6 +253,41 @@ def test_a_merged_model_that_is_another_is_refused_and_removed(
     with pytest.raises(LaunchError, match="the merged model is not the same model as the adapter"):
         merge_run(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"plan.json", "final"}
+
+
+@pytest.mark.parametrize("fault", ["", "scale", "one row"])
+def test_a_choice_that_rounding_turns_over_is_no_other_model(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A router that rounding turned over for one token: some reading with moved weights turns it over too."""
+    finished_run(tmp_path / "run", None)
+    generator = torch.Generator().manual_seed(0)
+    expected = torch.randn(20, 50, generator=generator).log_softmax(-1)
+    written = expected + 1e-3 * torch.randn(20, 50, generator=generator)
+    written[7] += 0.5
+    if fault:
+        written[slice(None) if fault == "scale" else 3] += 2.0
+    draws: list[int] = []
+
+    def outputs(make: Any, row: Any, *, adapter: Any, moves: same_model.Moves | None = None) -> Any:
+        if moves is None:
+            return written, frozenset()
+        draws.append(moves.draw)
+        moved = written + 1e-3 * torch.randn(20, 50, generator=generator)
+        moved[7] += 0.5 if moves.draw == 3 else 0.0
+        return moved, frozenset()
+
+    monkeypatch.setattr(same_model, "outputs", outputs)
+    plan = read_plan(tmp_path / "run" / PLAN_FILE)
+    row = same_model.Row(torch.arange(21)[None], "a row")
+    found = same_model.difference(plan, row, expected, finished_run, (), "bfloat16")
+    if fault:
+        with pytest.raises(LaunchError, match="is not the same model"):
+            same_model.refuse_another(found, "one", "another", tmp_path)
+        assert draws == list(range(same_model.DRAWS))
+    else:
+        same_model.refuse_another(found, "one", "another", tmp_path)
+        assert draws == [0, 1, 2, 3]
 
 
 def test_a_head_trained_apart_from_its_tied_embedding_is_merged_as_untied(

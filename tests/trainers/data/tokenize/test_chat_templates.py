@@ -1,5 +1,7 @@
 """Rendering: the same text as the model's own template, with the trained words marked."""
 
+import re
+
 import pytest
 
 from memtrain.errors import DataError
@@ -216,3 +218,50 @@ def test_tools_that_a_template_never_speaks_of_are_a_fault_of_the_row():
     knows = Rendering(shipped_text("qwen3"), SPECIALS, None, completion_only=False, assistant_only=False)
     assert '"name": "add"' in conversation((HI, YO), tools, knows)[0]
     assert "<tool_call>" in conversation(calls, tools, knows)[0]
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+TOLD = {"role": "tool", "content": "2"}
+MESSAGES_OF = {
+    "plain": [HI, YO],
+    "turns with a system prompt": [*TALK],
+    "reasoning": [HI, YO | {"reasoning_content": "Hm."}, BYE, CIAO | {"reasoning_content": "So."}],
+    "a call": [HI, CALLS],
+    "a call and its answer": [HI, CALLS, TOLD, YO],
+    "two calls at once": [HI, CALLS | {"tool_calls": [CALL, CALL]}, TOLD, TOLD, YO],
+    "words and a call": [HI, CALLS | {"content": "I add."}, TOLD, YO],
+    "calls in two turns": [SYSTEM, HI, CALLS, TOLD, YO, BYE, CALLS, TOLD, CIAO],
+}
+TOOLS_OTHERWISE = {
+    "qwen2.5": ("# Tools", "# Functions"),
+    "qwen3": ("<tool_call>", "<call>"),
+    "qwen3-instruct": ("<tool_response>", "<result>"),
+    "llama3.1": ('"parameters": ', '"arguments": '),
+}
+"""Families with tools, and what of theirs a model's own template writes otherwise."""
+
+
+@pytest.mark.parametrize("kind", MESSAGES_OF)
+@pytest.mark.parametrize("name", TOOLS_OTHERWISE)
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_an_own_template_that_writes_only_tools_otherwise_is_followed(name: str, kind: str, has_tools: bool):
+    """The shipped one stands in for plain rows; rows with tools, which were refused, have the own text, and
+    the turns are those that the shipped one marks."""
+    one, other = TOOLS_OTHERWISE[name]
+    own = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", shipped_text(name)).replace(one, other)
+    stands_in = training_template(own, SPECIALS)
+    assert (own != shipped_text(name), MARKS.search(stands_in) is not None) == (True, True)
+    asked = rendering(stands_in, assistant_only=True, own_template=own, by_default=True)
+    row = {"messages": MESSAGES_OF[kind]} | ({"tools": [{"name": "add"}]} if has_tools else {})
+    parsed = messages.parse(row, Names())
+    if (name, kind) == ("llama3.1", "two calls at once"):  # one of them was lost
+        with pytest.raises(BadRow, match="only supports single tool-calls at once"):
+            render(parsed, asked)
+        return
+    shipped = rendering(shipped_text(name))
+    marked, spans = conversation(parsed.messages, parsed.tools, shipped, spans_wanted=True)
+    (piece,) = render(parsed, asked)
+    assert piece.text == conversation(parsed.messages, parsed.tools, rendering(own))[0]
+    learnt = [piece.text[slice(*span)] for span in piece.loss_spans]
+    assert learnt == [marked[slice(*span)].replace(one, other) for span in spans]
