@@ -56,6 +56,7 @@ RESTS_ON = (
     "optim.in_backward",
     "train.batch_size",
     "train.batch_tokens",
+    "train.cuda_graphs",
     "train.micro_batch_size",
     "train.micro_tokens",
 )

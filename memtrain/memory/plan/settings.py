@@ -143,7 +143,7 @@ class Settings(Section):
     cuda_graphs: Annotated[bool, Mark("sums", "which kernels are started together")] = False
     """The native sampler captures its passes as CUDA graphs."""
     step_graphs: Annotated[bool, Mark("sums", "which kernels are started together")] = False
-    """Forward, loss and backward of a micro-batch are captured as CUDA graphs."""
+    """Forward and backward passes of a step are recorded as CUDA graphs, and replayed."""
     pass_factor: Annotated[int, Mark("sums", "a size of the passes without gradients")] = 1
     """Factor by which micro-batches without gradients over completions are larger."""
     reference: Annotated[Literal["none", "copy", "adapter_off", "precomputed", "synced"], Mark("sums")] = (

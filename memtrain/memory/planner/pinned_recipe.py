@@ -87,6 +87,8 @@ def kept_pins(asked: SourcedRecipe, settings: Settings) -> SourcedRecipe:
         wanted["model.kernels"] = settings.kernels
     if recipe.model.compile == "auto":
         wanted["model.compile"] = "on" if settings.compiled else "off"
+    if recipe.train.cuda_graphs == "auto" and settings.device == "cuda":
+        wanted["train.cuda_graphs"] = "on" if settings.step_graphs else "off"
     if shards_weights(settings) and settings.sampler in ("native", "transformers"):
         wanted["generate.gather_weights"] = "on" if settings.gather_weights else "off"
     if settings.sampler == "native" and settings.device == "cuda":

@@ -27,6 +27,7 @@ from memtrain.memory.rules.base_settings import decide_base
 from memtrain.memory.rules.engines import decide_layout, decide_loading, refuse_closed
 from memtrain.memory.rules.ledger import DecisionLog, SourcedRecipe
 from memtrain.memory.rules.oom_recovery import decide_preflight, decide_recovery, in_backward_choices
+from memtrain.memory.rules.step_graphs import decide_step_graphs
 from memtrain.memory.rules.weights_offload import can_move, moved
 from memtrain.memory.strategies.base import StrategyContext
 from memtrain.memory.strategies.exclusions import excluded
@@ -115,6 +116,9 @@ def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
     fullest, freer = (fastest(roomy, most, case.facts) for most in (budget, free))
     moves_more = freer is not None and num_moved(freer) > num_moved(chosen)
     explain_headroom(ledger, chosen, fullest, freer, budget, moves_more=moves_more)
+    graphs = decide_step_graphs(ledger, settings, facts.shape, facts.config)
+    ledger.raise_refusals()
+    settings = settings.model_copy(update={"step_graphs": graphs})
     settings, prediction = with_generation(ledger, settings, chosen.prediction, facts, budget)
     return Resolved(
         settings=settings,

@@ -42,6 +42,11 @@ class Train(Section):
     slower, and what has no such kernels is refused: on a GPU completions (online methods, `eval.samples`,
     `eval.metrics`) and layers with a state."""
 
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Record the forward and the backward pass of each shape of rows as CUDA graphs, and replay them: the
+    host launches no kernel of a layer any more. Same numbers. Rows are padded to one of a few lengths.
+    `auto`: on a GPU where the plan's strategies and the model allow it; the plan says why where not."""
+
     shuffle: bool = True
     """New order of the rows in every epoch."""
 

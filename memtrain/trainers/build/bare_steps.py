@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from memtrain.memory.plan.plan import Plan
 from memtrain.trainers.build.components import Built
 from memtrain.trainers.build.engine import begin, scaled_by
-from memtrain.trainers.build.step import OptimizerStep, whole
+from memtrain.trainers.build.step import OptimizerStep, capture_passes, whole
 from memtrain.trainers.model.loading.load import local_device
 from memtrain.trainers.protocols.feed import Steps, StepSource, StepWork
 from memtrain.trainers.protocols.position import TrainState
@@ -51,6 +51,7 @@ class Stepper:
         self.steps = self.source or Steps(self.built.train, settings, train.seed, train.shuffle)
         self.training = begin(self.built.parts, recipe, settings, scaled_by(TrainState()))
         self.training.device = local_device(settings)
+        capture_passes(self.training, self.built.scorer, settings, lambda text: None)
         self.training.source, self.training.lr_at = self.steps, lambda step: recipe.optim.lr
 
     @property

@@ -68,6 +68,9 @@ def make_accelerator(settings: Settings) -> Accelerator:
         sum_in_one_order()
     if settings.device == "cuda":
         use_expandable_segments(settings.expandable_segments)
+        if settings.step_graphs:
+            # Autograd's nodes keep the stream that they were made on; nothing is captured on the default one.
+            torch.cuda.set_stream(torch.cuda.Stream())
     accelerator = Accelerator(cpu=settings.device == "cpu", mixed_precision="no")
     asked, realised = settings.num_processes, accelerator.num_processes
     if asked != realised:

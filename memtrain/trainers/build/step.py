@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +29,7 @@ from memtrain.trainers.losses.head.linear import Count
 from memtrain.trainers.model.context_parallel.groups import make_context
 from memtrain.trainers.model.experts.router_replay import RouterReplay
 from memtrain.trainers.model.heads.build import loss_form, scorer_of
+from memtrain.trainers.model.heads.captured_passes import CapturedPasses, make_recorder
 from memtrain.trainers.model.heads.lm_head import Scorer
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.heads.value_head import ValueScorer
@@ -199,6 +201,8 @@ class OptimizerStep:
     device: torch.device = torch.device("cpu")
     ahead: BatchesAhead = field(default_factory=lambda: BatchesAhead(is_on=False))
     """Makes the next micro-batch while one is worked on."""
+    captured: CapturedPasses | None = None
+    """Recordings of the model's passes; None where each operator is started by the host."""
     before_last: Callable[[int], None] = lambda num_parts: None
     """Called before the last part of a step, with their number."""
     at: int = 0
@@ -249,6 +253,8 @@ class OptimizerStep:
         self.engine.finish()
         if recovers and (worst := self._worst(failure)) is not None:
             self.optimizer.zero_grad(set_to_none=True)
+            if self.captured is not None:
+                self.captured.release()
             free()
             raise RanOut(worst)
         assert sums is not None, "A pass that broke off was raised."
@@ -280,6 +286,8 @@ class OptimizerStep:
         with self.engine.last_pass() if is_last else nullcontext():
             self.engine.backward(loss.value)
         show(self.method, loss)
+        if self.captured is not None:
+            self.captured.record_new()
         return {"loss": loss.value.detach(), **loss.sums}
 
     def update(self, step: int) -> Tensor:
@@ -385,6 +393,19 @@ def make_scorer(model: Model, own: Model | None, recipe: Recipe, settings: Setti
     if settings.router_replay and isinstance(made, Scorer):
         made.replay = RouterReplay(model)
     return made
+
+
+def capture_passes(
+    step: OptimizerStep, scorer: AnyScorer, settings: Settings, emit: Callable[[str], None]
+) -> None:
+    """Let the training passes of a step be recorded and replayed, where the plan says so."""
+    if settings.step_graphs:
+        step.captured = scorer.captured = CapturedPasses(
+            make=partial(make_recorder, settings.device),
+            emit=emit,
+            is_deterministic=settings.deterministic or settings.device == "cpu",
+            repeats_positions=settings.positions_by_row,
+        )
 
 
 def share_rows(scorer: AnyScorer, settings: Settings) -> None:

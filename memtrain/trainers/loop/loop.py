@@ -95,6 +95,8 @@ def train(run: Run) -> None:
     try:
         _steps_left(run)
         run.saver.settle()
+        if run.step.captured is not None and run.step.captured.num_passes:
+            run.observers.emit(NoteEvent(step=run.position.step, text=run.step.captured.words()))
     except Exhausted as spent:
         if run.position.step:
             run.saver.save(run.position)

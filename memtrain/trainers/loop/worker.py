@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from memtrain.errors import EXIT_OUR_FAULT, Interrupted, LaunchError, MemtrainError, printable
 from memtrain.memory.plan.plan import Plan, PreparedSplit, read_plan
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.step_graphs import recorded_nowhere
 from memtrain.trainers.build.components import Built, build, has_dropout
 from memtrain.trainers.build.engine import (
     begin,
@@ -30,7 +31,7 @@ from memtrain.trainers.build.engine import (
     ranks_of,
     scaled_by,
 )
-from memtrain.trainers.build.step import OptimizerStep
+from memtrain.trainers.build.step import OptimizerStep, capture_passes
 from memtrain.trainers.checkpoints.checkpoint import (
     Found,
     mend_checkpoints,
@@ -140,6 +141,7 @@ def assemble(
     host_time = host_time_of(plan, sinks, position, ranks)
     step.source = online or _steps(plan, built, ranks, watch, sinks, position)
     step.ranks, step.device = ranks, local_device(plan.settings)
+    capture_passes(step, built.scorer, plan.settings, _noting(sinks, position))
     step.ahead.is_on, step.before_last = plan.settings.device == "cuda", host_time.last_part
     run = Run(
         plan=plan,
@@ -294,6 +296,9 @@ def _recovery(plan: Plan, built: Built, position: TrainState, sinks: EventSinks)
         for model in built.models:
             apply_checkpointing_and_offload(model, settings)
         configure_loss(built.scorer, settings)
+        if built.scorer.captured is not None:
+            # What was switched on may be nothing that a recording can hold.
+            built.scorer.captured.is_on = not recorded_nowhere(settings)
 
     def explained(spent: Exhausted) -> MemtrainError:
         return post_mortem(spent, plan, recovery.settings, built.model, built.optimizer, step=position.step)

@@ -25,6 +25,7 @@ from memtrain.trainers.model.attention.row_layout import even_layout, packed_lay
 from memtrain.trainers.model.attention.run_device import run_device
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.heads.backbone import backbone_of, base_model, head_of
+from memtrain.trainers.model.heads.captured_passes import CapturedPasses
 from memtrain.trainers.model.heads.context_parallel_scoring import over_slices
 
 if TYPE_CHECKING:
@@ -34,10 +35,22 @@ if TYPE_CHECKING:
 # Padded rows: under attention that takes one flattened row they are laid end to end, padding and all.
 
 
-def hidden_states(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
-    """[B, T, D], or [1, B * T, D]: the backbone's last hidden states."""
-    with rows_alone():
-        return backbone_of(model)(**end_to_end(model, inputs), use_cache=False).last_hidden_state
+def hidden_states(
+    model: PreTrainedModel, inputs: dict[str, Any], captured: CapturedPasses | None = None
+) -> Tensor:
+    """[B, T, D], or [1, B * T, D]: the backbone's last hidden states.
+
+    captured: recordings, of which a training pass is replayed where it can be.
+    """
+    given, backbone = end_to_end(model, inputs), backbone_of(model)
+
+    def run(inputs: dict[str, Any]) -> Tensor:
+        with rows_alone():
+            return backbone(**inputs, use_cache=False).last_hidden_state
+
+    if captured is None or not captured.is_on or not torch.is_grad_enabled():
+        return run(given)
+    return captured.hidden(model, backbone, run, given)
 
 
 @contextmanager
@@ -111,6 +124,8 @@ class Scorer(nn.Module):
         """The ranks that hold each row together with this one; None: this rank holds whole rows."""
         self.replay: RouterReplay | None = None
         """Routers that can be told their choices; None where nothing records any."""
+        self.captured: CapturedPasses | None = None
+        """Recordings of training passes; None where each is computed operator by operator."""
 
     def forward(self, inputs: dict[str, Any], scored_index_N: Tensor, request: Request) -> Any:
         """The answer to `request` about rows `scored_index_N` of the flattened hidden states [B * T, D].
@@ -129,8 +144,7 @@ class Scorer(nn.Module):
 
     def hidden(self, inputs: dict[str, Any], index_N: Tensor) -> Tensor:
         """Rows `index_N` of the flattened hidden states [N, D]."""
-        base = base_model(self.model)
-        hidden_BTD = hidden_states(base, inputs)
+        hidden_BTD = hidden_states(base_model(self.model), inputs, self.captured)
         return hidden_BTD.flatten(0, 1).index_select(0, index_N)
 
     def answered(self, hidden_ND: Tensor, request: Request) -> Any:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from memtrain.errors import LaunchError
 from memtrain.trainers.model.context_parallel.groups import ContextRanks
 from memtrain.trainers.model.heads.backbone import base_model
+from memtrain.trainers.model.heads.captured_passes import CapturedPasses
 from memtrain.trainers.model.heads.context_parallel_scoring import over_slices
 from memtrain.trainers.model.heads.lm_head import hidden_states
 
@@ -37,6 +38,8 @@ class RewardScorer(nn.Module):
         in_float(model)
         self.context: ContextRanks | None = None
         """The ranks that hold each row together with this one; None: this rank holds whole rows."""
+        self.captured: CapturedPasses | None = None
+        """Recordings of training passes; None where each is computed operator by operator."""
 
     def forward(self, inputs: dict[str, Any], last_A: Tensor) -> Tensor:
         """float32 [A], the reward at rows `last_A` of the flattened hidden states [B * T, D]."""
@@ -48,7 +51,7 @@ class RewardScorer(nn.Module):
 
     def _rewards(self, inputs: dict[str, Any], last_A: Tensor) -> Rewards:
         base = base_model(self.model)
-        hidden_BTD = hidden_states(base, inputs)
+        hidden_BTD = hidden_states(base, inputs, self.captured)
         hidden_AD = hidden_BTD.flatten(0, 1).index_select(0, last_A)
         with torch.autocast(hidden_AD.device.type, enabled=False):
             return Rewards(head_of_rewards(base)(hidden_AD.float())[:, 0])

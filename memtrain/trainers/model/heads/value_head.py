@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from memtrain.trainers.losses.head.linear import LogprobResult
 from memtrain.trainers.losses.head.request import LogprobRequest, Request
 from memtrain.trainers.model.heads.backbone import base_model
-from memtrain.trainers.model.heads.lm_head import Scorer, rows_alone
+from memtrain.trainers.model.heads.lm_head import Scorer, hidden_states
 from memtrain.trainers.model.heads.reward_head import head_of_rewards, in_float
 from memtrain.trainers.model.loading.save import save_final
 from memtrain.trainers.model.offload.weights import compute_device
@@ -75,9 +75,7 @@ class ValueScorer(Scorer):
         if self.own is None:
             hidden_ND = self.hidden(inputs, scored_index_N)
             return Valued(self.answered(hidden_ND, request.request), self._values(hidden_ND))
-        backbone = base_model(self.own).get_decoder()
-        with rows_alone():
-            hidden_BTD = backbone(**inputs, use_cache=False).last_hidden_state
+        hidden_BTD = hidden_states(base_model(self.own), inputs, self.captured)
         value_N = self._values(hidden_BTD.flatten(0, 1).index_select(0, scored_index_N))
         return Valued(super().forward(inputs, scored_index_N, request.request), value_N)
 

@@ -56,7 +56,8 @@ class Side:
     _scores: list[Tensor] = field(init=False, default_factory=list[Tensor])
 
     def __post_init__(self) -> None:
-        for name, parameter in self.built.trained.items():
+        hooked = {} if self.plan.settings.step_graphs else self.built.trained
+        for name, parameter in hooked.items():
             # Before those that step in the backward pass and free the gradient.
             parameter.register_post_accumulate_grad_hook(self._taker(name))
         self.built.scorer.register_forward_hook(self._take_scores)
@@ -88,6 +89,11 @@ class Side:
         self._scores.clear()
         with watched or nullcontext():
             sums = self.stepper.gradients(work, want_stats=want_stats)
+        if self.plan.settings.step_graphs:
+            # A recording calls no hook; it leaves the gradients where they are.
+            for name, parameter in self.built.trained.items():
+                if parameter.grad is not None:
+                    self._gradients[name] = parameter.grad.detach().cpu().clone()
         own = dict(self._gradients)
         if gradients is not None:
             for name, parameter in self.built.trained.items():
