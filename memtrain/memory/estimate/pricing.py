@@ -143,7 +143,8 @@ def predict(settings: Settings, facts: PlannerInputs, batch: HeaviestBatch | Non
     """The peaks of every phase for a micro-batch; of itself the heaviest of the data."""
     batch = batch or heaviest(settings, facts)
     load = Workload(settings, facts.shape, batch)
-    accumulates = may_accumulate(settings, facts)
+    # Recordings accumulate in gradients that live as long as they do.
+    accumulates = settings.step_graphs or may_accumulate(settings, facts)
     estimated = estimate(settings, facts.shape, batch, accumulates=accumulates)
     made = with_beside(estimated, load, kept_bytes(load), facts.rewards, accumulates=accumulates)
     made = _with_held_out(made, settings, facts)

@@ -7,7 +7,15 @@ from functools import partial
 
 from memtrain.errors import DataError, DoesNotFit, Fault, RecipeError
 from memtrain.memory.estimate.host_memory import host_shortage
-from memtrain.memory.estimate.pricing import CountSteps, PlannerInputs, Priced, fits_host, host_need, predict
+from memtrain.memory.estimate.pricing import (
+    CountSteps,
+    PlannerInputs,
+    Priced,
+    fits_host,
+    host_need,
+    need_of,
+    predict,
+)
 from memtrain.memory.estimate.sharded.zero_buckets import bucket_of
 from memtrain.memory.estimate.static import measured_beside
 from memtrain.memory.explain.nothing_fits import NoPlan, nothing_fits
@@ -116,9 +124,13 @@ def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
     fullest, freer = (fastest(roomy, most, case.facts) for most in (budget, free))
     moves_more = freer is not None and num_moved(freer) > num_moved(chosen)
     explain_headroom(ledger, chosen, fullest, freer, budget, moves_more=moves_more)
-    graphs = decide_step_graphs(ledger, settings, facts.shape, facts.config)
+    captured = settings.model_copy(update={"step_graphs": True})
+    # The gradients of a step of one micro-batch stay too.
+    peaks = predict(captured, facts) if settings.device == "cuda" else chosen.prediction
+    too_much = max(0, need_of(peaks, captured) - budget)
+    if decide_step_graphs(ledger, settings, facts.shape, facts.config, too_much):
+        settings, chosen = captured, replace(chosen, settings=captured, prediction=peaks)
     ledger.raise_refusals()
-    settings = settings.model_copy(update={"step_graphs": graphs})
     settings, prediction = with_generation(ledger, settings, chosen.prediction, facts, budget)
     return Resolved(
         settings=settings,

@@ -8,6 +8,7 @@ from typing import Any
 from memtrain.memory.model_shape.length_rules import own_layers
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.plan.units import gib
 from memtrain.memory.rules.ledger import DecisionLog
 
 PATH = "train.cuda_graphs"
@@ -16,14 +17,19 @@ BY_TENSORS = ("torch_varlen", "flash", "flash3", "transformers")
 
 
 def decide_step_graphs(
-    ledger: DecisionLog, settings: Settings, shape: ModelShape, config: Mapping[str, Any]
+    ledger: DecisionLog, settings: Settings, shape: ModelShape, config: Mapping[str, Any], too_much: int = 0
 ) -> bool:
     """Whether passes of a step are replayed from CUDA graphs; told on a GPU, or where asked.
 
-    Refused where the recipe asks for what cannot be.
+    `too_much`: bytes above the budget with gradients that stay. Refused where the recipe asks for what cannot
+    be.
     """
     wanted = ledger.asked.recipe.train.cuda_graphs
     reason = cannot_record(settings, shape, config)
+    if too_much and not reason:
+        reason = (
+            f"gradients stay where recordings accumulate, which needs {gib(too_much)} more than there are"
+        )
     if wanted == "on" and reason:
         ledger.refuse(f"the passes of a step cannot be captured: {reason}", PATH, "set it to auto")
         return False

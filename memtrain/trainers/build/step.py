@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -247,6 +247,10 @@ class OptimizerStep:
 
         sums, is_whole = attempt(act, is_on=recovers)
         failure = None
+        if not is_whole and self.captured is not None and self.captured.made_room():
+            self.optimizer.zero_grad(set_to_none=True)
+            free()
+            return self.gradients(work, parts, want_stats=want_stats, is_trial=is_trial)
         if not is_whole:
             free()
             failure = self._failure(parts[self.at].sequences)
@@ -406,6 +410,9 @@ def capture_passes(
             is_deterministic=settings.deterministic or settings.device == "cpu",
             repeats_positions=settings.positions_by_row,
         )
+        begin = step.engine.begin
+        # One dtype of gradients in every step: recordings accumulate in them.
+        step.engine = replace(step.engine, begin=lambda model, count: begin(model, max(2, count)))
 
 
 def share_rows(scorer: AnyScorer, settings: Settings) -> None:

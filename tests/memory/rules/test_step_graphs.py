@@ -34,7 +34,7 @@ def test_nothing_is_said_on_a_cpu_and_on_is_refused(ask: Any, facts_of: Any, pro
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"optim__in_backward": "on"}, "stepped in the backward pass"),
+        ({"optim__in_backward": "on", "optim__max_grad_norm": None}, "stepped in the backward pass"),
         ({"memory__activation_offloading": "on"}, "leave for the host"),
         ({"memory__weights_offload": "on"}, "weights live on the host"),
         ({"memory__streamed_layers": "on"}, "computed in slices"),

@@ -190,7 +190,8 @@ def _on_device(part: Part) -> Part:
     empty = _power(len(part.cu_query), LEAST_SEGMENTS) - len(part.cu_query)
     cu_query, cu_key = (torch.cat([one, one[-1:].expand(empty)]) for one in (part.cu_query, part.cu_key))
     longest = (_power(most, LEAST_TOKENS) for most in (part.max_query, part.max_key))
-    return Part(Unknown(), Unknown(), cu_query, cu_key, *longest, part.is_causal)
+    most_query, most_key = longest
+    return Part(Unknown(), Unknown(), cu_query, cu_key, most_query, most_key, part.is_causal)
 
 
 def tensors_of(inputs: Inputs) -> list[Tensor]:
@@ -236,6 +237,8 @@ class Shape:
     """Gradients on the host before the backward pass by hand."""
     random: dict[str, Any] = field(default_factory=dict)
     """Random states with which the pass by hand began."""
+    is_compared: bool = False
+    """A replay was the pass by hand."""
     is_under_way: bool = False
     """Its forward pass waits for its backward pass: the buffers are taken."""
 
@@ -267,6 +270,7 @@ class CapturedPasses:
     _homes: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     """The places of gradients, in which recordings accumulate."""
     _weights: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
+    _has_made_room: bool = False
     _anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
     def hidden(self, base: Any, backbone: nn.Module, run: Run, inputs: Inputs) -> Tensor:
@@ -285,6 +289,8 @@ class CapturedPasses:
         if shape is not None and shape.is_under_way:
             shape = None
         elif shape is None and self.is_on and len(self._shapes) < MOST_SHAPES:
+            # A pass by hand takes its memory beside no recording: they are made again behind it.
+            self._let_go()
             shape = self._shapes[key] = Shape(own_buffers(given), run, weights)
             self._new.append(shape)
         if shape is None:
@@ -328,6 +334,9 @@ class CapturedPasses:
                 continue
             try:
                 self._record(shape)
+                for known in self._shapes.values():
+                    if known.is_compared and not known.is_recorded:
+                        self._capture(known)
             except RuntimeError as error:
                 first = _first_of(error)
                 if is_out_of_memory(first):
@@ -345,9 +354,24 @@ class CapturedPasses:
 
     def release(self) -> None:
         """Free all recordings: shapes are recorded anew as they are met."""
+        self._let_go()
         self._shapes.clear()
         self._new.clear()
         self._homes.clear()
+
+    def made_room(self) -> bool:
+        """Whether memory that ran out was freed by letting recordings go; a second time for good."""
+        if not any(shape.is_recorded for shape in self._shapes.values()):
+            return False
+        if self._has_made_room:
+            self.give_up("memory ran out beside their recordings, twice")
+        self._has_made_room = True
+        self.release()
+        return True
+
+    def _let_go(self) -> None:
+        for shape in self._shapes.values():
+            shape.forward = shape.backward = shape.hidden = None
         if self._recorder is not None:
             self._recorder.release()
 
@@ -413,22 +437,27 @@ class CapturedPasses:
         allowed = 0.0 if self.is_deterministic else ROUNDING * apart(again[0])
         again.clear()
         begin()
-        shape.forward, backward = recorder.recording(), recorder.recording()
-        with _recording(shape.forward):
-            hidden = run(shape.inputs)
-        with _recording(backward):
-            torch.autograd.backward(hidden, shape.gradient)
-        shape.hidden = hidden.detach()
-        del hidden
+        self._capture(shape)
         begin()
-        shape.forward.replay()
-        backward.replay()
-        found = apart(shape.hidden)
+        for half in (shape.forward, shape.backward):
+            assert half is not None, "It was recorded."
+            half.replay()
+        found = apart(_there(shape.hidden))
         if not found <= allowed:
             raise RuntimeError(
                 f"a replay is off by {found:.2g} of what it was recorded from, more than {allowed:.2g}"
             )
-        shape.backward = backward
+        shape.is_compared = True
+
+    def _capture(self, shape: Shape) -> None:
+        """Record both halves of a shape, which computes nothing."""
+        recorder = self._recorder = self._recorder or self.make()
+        forward, backward = recorder.recording(), recorder.recording()
+        with _recording(forward):
+            hidden = shape.run(shape.inputs)
+        with _recording(backward):
+            torch.autograd.backward(hidden, shape.gradient)
+        shape.hidden, shape.forward, shape.backward = hidden.detach(), forward, backward
 
 
 def _there(tensor: Tensor | None) -> Tensor:
