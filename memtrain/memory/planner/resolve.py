@@ -13,8 +13,8 @@ from memtrain.memory.estimate.pricing import (
     Priced,
     fits_host,
     host_need,
-    need_of,
     predict,
+    price,
 )
 from memtrain.memory.estimate.sharded.zero_buckets import bucket_of
 from memtrain.memory.estimate.static import measured_beside
@@ -124,12 +124,10 @@ def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
     fullest, freer = (fastest(roomy, most, case.facts) for most in (budget, free))
     moves_more = freer is not None and num_moved(freer) > num_moved(chosen)
     explain_headroom(ledger, chosen, fullest, freer, budget, moves_more=moves_more)
-    captured = settings.model_copy(update={"step_graphs": True})
-    # The gradients of a step of one micro-batch stay too.
-    peaks = predict(captured, facts) if settings.device == "cuda" else chosen.prediction
-    too_much = max(0, need_of(peaks, captured) - budget)
-    if decide_step_graphs(ledger, settings, facts.shape, facts.config, too_much):
-        settings, chosen = captured, replace(chosen, settings=captured, prediction=peaks)
+    # The gradients of a step of one micro-batch stay too; the host's launches are gone.
+    captured = price(settings.model_copy(update={"step_graphs": True}), facts)
+    if decide_step_graphs(ledger, settings, facts.shape, facts.config, max(0, captured.need_bytes - budget)):
+        settings, chosen = captured.settings, captured
     ledger.raise_refusals()
     settings, prediction = with_generation(ledger, settings, chosen.prediction, facts, budget)
     return Resolved(
