@@ -141,7 +141,8 @@ def assemble(
     host_time = host_time_of(plan, sinks, position, ranks)
     step.source = online or _steps(plan, built, ranks, watch, sinks, position)
     step.ranks, step.device = ranks, local_device(plan.settings)
-    capture_passes(step, built.scorer, plan.settings, _noting(sinks, position))
+    if not recorded_nowhere(recovery.settings):
+        capture_passes(step, built.scorer, plan.settings, _noting(sinks, position))
     step.ahead.is_on, step.before_last = plan.settings.device == "cuda", host_time.last_part
     run = Run(
         plan=plan,
@@ -296,9 +297,8 @@ def _recovery(plan: Plan, built: Built, position: TrainState, sinks: EventSinks)
         for model in built.models:
             apply_checkpointing_and_offload(model, settings)
         configure_loss(built.scorer, settings)
-        if built.scorer.captured is not None:
-            # What was switched on may be nothing that a recording can hold.
-            built.scorer.captured.is_on = not recorded_nowhere(settings)
+        if built.scorer.captured is not None and recorded_nowhere(settings):
+            built.scorer.captured.is_on = False
 
     def explained(spent: Exhausted) -> MemtrainError:
         return post_mortem(spent, plan, recovery.settings, built.model, built.optimizer, step=position.step)
