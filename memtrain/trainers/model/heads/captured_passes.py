@@ -288,7 +288,7 @@ class CapturedPasses:
         shape = self._shapes.get(key)
         if shape is not None and shape.is_under_way:
             shape = None
-        elif shape is None and self.is_on and len(self._shapes) < MOST_SHAPES:
+        elif shape is None and self.is_on and len(self._shapes) < MOST_SHAPES and not self._waits():
             # A pass by hand takes its memory beside no recording: they are made again behind it.
             self._let_go()
             shape = self._shapes[key] = Shape(own_buffers(given), run, weights)
@@ -368,6 +368,10 @@ class CapturedPasses:
         self._has_made_room = True
         self.release()
         return True
+
+    def _waits(self) -> bool:
+        """Whether a replayed pass waits for its backward pass: a value model's, while the policy's begins."""
+        return any(shape.is_under_way and shape.is_recorded for shape in self._shapes.values())
 
     def _let_go(self) -> None:
         for shape in self._shapes.values():
