@@ -9,10 +9,16 @@ from memtrain.memory.model_shape.length_rules import own_layers
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
+from memtrain.memory.rules.attention import AttentionBackend
 from memtrain.memory.rules.ledger import DecisionLog
 
 PATH = "train.cuda_graphs"
-BY_TENSORS = ("torch_varlen", "flash", "flash3", "transformers")
+BY_TENSORS = (
+    AttentionBackend.TORCH_VARLEN,
+    AttentionBackend.FLASH,
+    AttentionBackend.FLASH3,
+    AttentionBackend.TRANSFORMERS,
+)
 """Attention whose kernels read from tensors where a row's segments begin, or that takes padded rows."""
 
 
@@ -69,6 +75,6 @@ def _by_rows(settings: Settings, shape: ModelShape, config: Mapping[str, Any]) -
         return f"{', '.join(kinds)} layers make their kernels of one row's length"
     if settings.device == "cuda" and settings.attention not in BY_TENSORS:
         return f"{settings.attention} is called for each segment of a row, as the host counts them"
-    if shape.sliding_window is not None and settings.attention != "transformers":
+    if shape.sliding_window is not None and settings.attention != AttentionBackend.TRANSFORMERS:
         return "sliding windows are cut from where the segments of a row begin, by the host"
     return ""
