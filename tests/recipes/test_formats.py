@@ -21,6 +21,7 @@ from memtrain.recipes.formats import (
 )
 from memtrain.recipes.formats.detect import METHOD_FORMATS, detect, used_columns
 from memtrain.recipes.formats.fields import BadRow, Names, names_of
+from memtrain.recipes.formats.json_text import first_doubled
 from memtrain.recipes.formats.system_prompt import with_system
 from memtrain.recipes.sections.data import Columns
 
@@ -401,3 +402,26 @@ def test_columns_that_fit_no_format_are_answered_by_what_they_hold(row, says):
     with pytest.raises(DataError) as error:
         detect(row, Columns(), "auto", METHOD_FORMATS["sft"], "d:1")
     assert says in error.value.faults[0].fix
+
+
+class Counted(str):
+    """A name that counts how often names are compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize(("names", "doubled"), [("abca", "a"), ("abcb", "b"), ("abc", None), ("", None)])
+def test_the_first_name_that_came_before_is_found(names: str, doubled: str | None):
+    assert first_doubled(names) == doubled
+
+
+def test_names_are_not_compared_with_every_other():
+    names = [Counted(number) for number in range(20_000)]
+    assert first_doubled([*names, Counted("0")]) == "0"
+    assert Counted.compared < 2 * len(names)

@@ -6,7 +6,7 @@ Columns that may be JSON text are read here too.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from memtrain.recipes.formats.fields import TEMPLATE_KWARGS, BadRow, Row, Tool, kind_of, shown
@@ -67,9 +67,18 @@ class JsonReader:
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) < len(pairs) and self._doubled is None:
-            keys = [key for key, _ in pairs]
-            self._doubled = next(key for at, key in enumerate(keys) if key in keys[:at])
+            self._doubled = first_doubled(key for key, _ in pairs)
         return made
+
+
+def first_doubled(names: Iterable[str]) -> str | None:
+    """The first name that came before; None where each is there once. Each name is looked at once."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def read_json(text: str) -> Any:

@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 
 from memtrain.errors import DataError, first_line_of
 from memtrain.recipes.formats.fields import BadRow, Row, TableRow
-from memtrain.recipes.formats.json_text import MAX_DEPTH, json_at, read_json
+from memtrain.recipes.formats.json_text import MAX_DEPTH, first_doubled, json_at, read_json
 from memtrain.trainers.data.sources.packed import most_unpacked, unpacks_too_much
 from memtrain.trainers.data.tokenize.template_limits import limit_of_memory
 
@@ -94,9 +94,8 @@ def table_faults(path: Path, kind: str) -> Iterator[None]:
 
 def check_schema(schema: Any) -> None:
     """Raise ValueError for columns that Python's rows could not hold: doubled names, endless nesting."""
-    names = list(schema.names)
-    if len(set(names)) < len(names):
-        twice = next(name for at, name in enumerate(names) if name in names[:at])
+    twice = first_doubled(schema.names)
+    if twice is not None:
         raise ValueError(f"it names the column '{twice}' twice")
     level = list(schema.types)
     for _ in range(MAX_DEPTH):
