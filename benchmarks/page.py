@@ -53,6 +53,29 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
     return lines + [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
 
 
+def same_work(result: Result) -> list[str]:
+    """A row for each case."""
+    cases: dict[tuple[object, ...], dict[str, Result]] = {}
+    for one in result["turns"]:
+        if one["kind"] == "steps" and "tokens_per_s" in one:
+            key = (one["size"], one["lora"], one["checkpointed"], one["rows"], one["tokens"])
+            cases.setdefault(key, {})[one["side"]] = one
+    sides = list(dict.fromkeys(side for by_side in cases.values() for side in by_side))
+    rows: list[list[object]] = []
+    for (size, lora, checkpointed, count, tokens), by_side in cases.items():
+        form = f"{size}, {'LoRA' if lora else 'all weights'}{', checkpointed' if checkpointed else ''}"
+        cells = [_speed(by_side.get(side)) for side in sides]
+        others = [one["tokens_per_s"] for side, one in by_side.items() if not side.startswith("memtrain")]
+        own = max(one["tokens_per_s"] for side, one in by_side.items() if side.startswith("memtrain"))
+        share = f"{own / max(others):.2f}" if others else ""
+        rows.append([f"{form}, {count} rows of {tokens:,}", *cells, share])
+    return table(["tokens/s (peak)", *sides, "memtrain over the fastest"], rows)
+
+
+def _speed(one: Result | None) -> str:
+    return "" if one is None else f"{one['tokens_per_s']:,} ({one['peak_gib']} GiB)"
+
+
 def start_up(result: Result) -> list[str]:
     """A row for each command."""
     rows: list[list[object]] = []
@@ -520,6 +543,14 @@ WRITTEN = {
 """Sections that have a page of their own, by the section that they stand before."""
 
 SECTIONS = (
+    Section(
+        "The same work on a card",
+        "same_work",
+        "Rows of exactly 2,048 tokens, every token learned; LoRA of rank 16 on all maps, or all weights in "
+        "bfloat16. The sides take turns, alone on the card; median of six steps after four, peak of tensors. "
+        "*Over the fastest*: below 1 memtrain is slower. `benchmarks/same_work.py` measures it again.",
+        same_work,
+    ),
     Section(
         "Start-up",
         "start_up",

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -27,35 +26,32 @@ def of_sft(model: str, key: str) -> tuple[float, float]:
     return span([row[key]["median"] for row in result("sft_vs_trl")["rows"] if row["model"] == model])
 
 
-def of_method(model: str, case: str, ratio: str, key: str) -> float:
-    rows = [row for row in result("methods_vs_trl")["rows"] if (row["model"], row["case"]) == (model, case)]
-    return median(rows[0][ratio][key])
+CASES = (("8B", True, False), ("8B", True, True), ("0.6B", True, False), ("0.6B", False, False))
+"""Size, an adapter or all weights, checkpointed or not."""
 
 
-def whole_grpo(model: str) -> tuple[float, float]:
-    rows = [
-        row for row in result("methods_vs_trl")["rows"] if row["model"] == model and row["case"] == "grpo"
-    ]
-    return span(rows[0]["ratio"]["whole_s"])
-
-
-GSM8K = "11M, 32k words"
+def on_card(side: str, key: str) -> list[Any]:
+    """A figure of a side in each case; Unsloth trained no weights but adapters."""
+    found = {
+        (one["size"], one["lora"], one["checkpointed"]): one[key]
+        for one in result("same_work")["turns"]
+        if one["side"] == side
+    }
+    return [found[case] for case in CASES if case in found]
 
 
 def claims() -> Iterator[str]:
     """The words of each row, made from its result."""
-    (few, many), (least, most) = of_sft("25M", "speed_ratio"), of_sft("0.9M", "speed_ratio")
-    yield f"25M weights: {few:.2f} (padded) to {many:.2f} (padding-free); 0.9M"
-    yield f"0.9M: {least:.2f} to {most:.2f}"
-    cases = ("sft", "dpo", "kto")
-    near = [of_method(GSM8K, case, "ratio_compacting", "step_s") for case in cases]
-    stands = [of_method(GSM8K, case, "ratio", "step_s") for case in cases]
-    low, high = span([of_method(GSM8K, case, "ratio_compacting", "peak_mib") for case in cases])
-    yield "TRL 1.16: {:.1f}, {:.1f}, {:.1f}; if its head".format(*stands)
-    yield "{:.1f}, {:.1f}, {:.1f}, and".format(*near) + f" {low:.1f} to {high:.1f} times the memory"
-    yield f"reward model {of_method(GSM8K, 'reward', 'ratio', 'step_s'):.1f}"
-    (few, many), (least, most) = whole_grpo("25M"), whole_grpo("0.9M")
-    yield f"TRL 1.16: {few:.1f} to {many:.1f} with 25M weights, {least:.1f} to {most:.1f} with 0.9M"
+    speeds = {side: on_card(side, "tokens_per_s") for side in ("memtrain", "trl", "unsloth")}
+    yield "8B LoRA {:,}, checkpointed {:,}; 0.6B LoRA {:,}, all weights {:,} |".format(*speeds["memtrain"])
+    yield "TRL 1.16 with Liger: {:,}, {:,}; {:,}, {:,}. Unsloth".format(*speeds["trl"])
+    yield "Unsloth 2026.10.9: {:,}, {:,}; {:,} | H100".format(*speeds["unsloth"])
+    yield "{} GiB, {}; {}, {} | TRL".format(*on_card("memtrain", "peak_gib"))
+    yield "TRL 1.16 with Liger: {} GiB, {}; {}, {}. Unsloth".format(*on_card("trl", "peak_gib"))
+    yield "Unsloth: {}, {}; {} | H100".format(*on_card("unsloth", "peak_gib"))
+    shares = [own / other for own, other in zip(speeds["memtrain"], speeds["unsloth"], strict=False)]
+    yield "8B LoRA {:.2f}, checkpointed {:.2f}; 0.6B LoRA {:.2f} | Unsloth: 1".format(*shares)
+    yield f"in bfloat16 | {speeds['memtrain'][3] / speeds['trl'][3]:.2f} | TRL 1.16 with Liger: 1"
     group = result("policy_peak")["completions"]["8"]
     beside = group["trl"]["peak_mib"] - 512
     yield f"{group['ours']['peak_mib']:.0f} MiB of live tensors | TRL 1.16: {beside:.0f} MiB"
@@ -94,4 +90,4 @@ def test_kills_are_those_of_the_results():
 def test_every_row_beside_trl_is_dated():
     for row in TABLE.splitlines():
         if "TRL 1.16" in row:
-            assert re.search(r"CPU, 2026-\d\d-\d\d, commit [0-9a-f]{8}", row), row
+            assert re.search(r"(CPU|H100), 2026-\d\d-\d\d, commit [0-9a-f]{8}", row), row
