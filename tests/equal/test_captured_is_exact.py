@@ -7,7 +7,7 @@ import pytest
 import torch
 from sampled import sampled
 
-from memtrain.trainers.losses.head.linear import StepCount
+from memtrain.trainers.losses.head.linear import StepCount, over
 from memtrain.trainers.methods.reward import Reward
 from memtrain.trainers.methods.sft import Sft
 from tests.equal.test_matrix import exactness
@@ -101,3 +101,12 @@ def test_counts_of_a_step_stand_at_one_place():
         places.add(count.value.data_ptr())
         assert count.value.item() == number
     assert len(places) == 1
+
+
+def test_a_sum_over_a_count_on_the_device_is_that_over_pythons_number():
+    """In the sum's precision, to the bit: two scalars would be divided in float64."""
+    drawn = torch.Generator().manual_seed(0)
+    for total, count in zip(torch.randn(200, generator=drawn), range(3, 203), strict=True):
+        on_device = over(total, torch.tensor(float(count), dtype=torch.float64))
+        assert on_device.dtype is torch.float32
+        assert torch.equal(on_device, over(total, float(count)))

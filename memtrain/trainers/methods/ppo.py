@@ -27,7 +27,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.ppo import Ppo as PpoRecipe
 from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.losses.answers import sum_per_answer
-from memtrain.trainers.losses.head.linear import Count, at_least_one
+from memtrain.trainers.losses.head.linear import Count, at_least_one, over
 from memtrain.trainers.losses.policy.registry import clipped_loss, is_clipped
 from memtrain.trainers.losses.policy.value import clipped_value_loss
 from memtrain.trainers.online.rollout.advantages import generalised_advantages, standardised, weighted_rewards
@@ -131,10 +131,10 @@ class Ppo(PolicyMethod[PpoRecipe]):
         value_loss = clipped_value_loss(
             value_N, micro_batch.value_N, micro_batch.return_N, clip=section.value_clip, num_tokens=num_tokens
         )
-        value = loss_N.sum() / num_tokens + section.value_coef * value_loss
+        value = over(loss_N.sum(), num_tokens) + section.value_coef * value_loss
         if section.entropy_coef:
             assert scored.entropy_N is not None
-            value = value - section.entropy_coef * scored.entropy_N.sum() / num_tokens
+            value = value - over(section.entropy_coef * scored.entropy_N.sum(), num_tokens)
         if not want_stats:
             return Loss(value, {}, seen)
         assert scored.entropy_N is not None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.methods.sft import Sft as SftRecipe
 from memtrain.trainers.batches.collate import MicroBatch, TokenFeed
-from memtrain.trainers.losses.head.linear import Count, LogprobResult, NllOptions, NllResult, one_over
+from memtrain.trainers.losses.head.linear import Count, LogprobResult, NllOptions, NllResult, one_over, over
 from memtrain.trainers.losses.head.request import LogprobRequest, NllRequest
 from memtrain.trainers.protocols.method import Loss
 from memtrain.trainers.reference.reference import Reference
@@ -49,7 +49,7 @@ def dft_loss(logp_N: Tensor, *, num_tokens: Count) -> Tensor:
     Source: Wu et al. 2025, "On the Generalization of SFT", arXiv:2508.05629 (the
     token-level dynamic fine-tuning objective).
     """
-    return -(logp_N.exp().detach() * logp_N).sum() / num_tokens
+    return over(-(logp_N.exp().detach() * logp_N).sum(), num_tokens)
 
 
 feed = TokenFeed

@@ -74,6 +74,11 @@ def at_least_one(count: Count) -> Count:
     return count.clamp(min=1.0) if isinstance(count, Tensor) else max(count, 1.0)
 
 
+def over(total: Tensor, count: Count) -> Tensor:
+    """A sum over a count, in the sum's own precision: two scalars on a device would be divided in float64."""
+    return total / (count.to(total.dtype) if isinstance(count, Tensor) else count)
+
+
 def one_over(count: Count, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """float32 `shape`: 1 / count everywhere."""
     if isinstance(count, Tensor):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from memtrain.recipes.sections.methods.online_base import MismatchMode
 from memtrain.trainers.losses.answers import sum_per_answer
-from memtrain.trainers.losses.head.linear import Count, at_least_one, on_device, one_over
+from memtrain.trainers.losses.head.linear import Count, at_least_one, on_device, one_over, over
 
 # Quantiles of any number of values: torch's own refuse more than 16.8 million.
 
@@ -448,7 +448,7 @@ def policy_loss(batch: PolicyBatch, knobs: PolicyKnobs, norms: Norms) -> PolicyL
         assert batch.entropy_N is not None, "An entropy term needs the entropy."
         entropy_N = batch.entropy_N if batch.is_kept_N is None else batch.entropy_N * batch.is_kept_N
         kept_tokens = norms.kept_tokens if norms.kept_tokens is not None else norms.num_tokens
-        value = value - knobs.entropy_coef * entropy_N.sum() / at_least_one(kept_tokens)
+        value = value - over(knobs.entropy_coef * entropy_N.sum(), at_least_one(kept_tokens))
     return PolicyLoss(value, sums)
 
 

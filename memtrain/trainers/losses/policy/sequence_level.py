@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from memtrain.trainers.losses.answers import sum_per_answer
-from memtrain.trainers.losses.head.linear import Count
+from memtrain.trainers.losses.head.linear import Count, over
 from memtrain.trainers.losses.policy.registry import Clip, clipped_loss
 
 
@@ -33,7 +33,7 @@ def sequence_clipped_loss(
     loss_A = clipped_loss(log_ratio_A.exp(), advantage_A, clip)
     if mismatch_A is not None:
         loss_A = loss_A * mismatch_A
-    return loss_A.sum() / num_answers
+    return over(loss_A.sum(), num_answers)
 
 
 def penalised_rewards(reward_A: Tensor, kl_A: Tensor, *, beta: float) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memtrain.trainers.losses.head.linear import Count
+from memtrain.trainers.losses.head.linear import Count, over
 
 
 def clipped_value_loss(
@@ -23,4 +23,4 @@ def clipped_value_loss(
     if clip is not None:
         near_N = old_value_N + (value_N - old_value_N).clamp(-clip, clip)
         loss_N = torch.maximum(loss_N, (near_N - return_N).square())
-    return 0.5 * loss_N.sum() / num_tokens
+    return over(0.5 * loss_N.sum(), num_tokens)

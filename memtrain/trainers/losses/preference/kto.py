@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memtrain.trainers.losses.head.linear import Count
+from memtrain.trainers.losses.head.linear import Count, over
 
 
 def kl_baseline(mismatched_ratio_sum: Tensor, num_mismatched: float) -> Tensor:
@@ -40,7 +40,7 @@ def kto_loss(
     loss_B = torch.where(
         is_desirable_B, desirable_weight * (-gain_B).sigmoid(), undesirable_weight * gain_B.sigmoid()
     )
-    return loss_B.sum() / num_rows
+    return over(loss_B.sum(), num_rows)
 
 
 def apo_zero_unpaired_loss(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from memtrain.trainers.losses.head.linear import Count
+from memtrain.trainers.losses.head.linear import Count, over
 
 
 def online_pair_loss(margin_B: Tensor, *, loss: str, beta: float, num_pairs: Count) -> Tensor:
@@ -25,4 +25,4 @@ def online_pair_loss(margin_B: Tensor, *, loss: str, beta: float, num_pairs: Cou
     else:
         assert loss == "ipo", f"There is no loss {loss}."
         loss_B = (margin_B - 1.0 / (2.0 * beta)).square()
-    return loss_B.sum() / num_pairs
+    return over(loss_B.sum(), num_pairs)

@@ -70,7 +70,8 @@ def preference_loss(
         elif pair_weights_B is not None:
             assert not loss.ranks_the_batch, f"{name} ranks the batch: pair weights have no pair to go to"
             loss_B = loss_B * pair_weights_B
-        total = total + loss_B.sum() * (weight / denominator)
+        share = weight / denominator
+        total = total + loss_B.sum() * (share.to(total.dtype) if isinstance(share, Tensor) else share)
     return total
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memtrain.trainers.losses.head.linear import Count
+from memtrain.trainers.losses.head.linear import Count, over
 
 
 def bradley_terry_loss(
@@ -29,7 +29,7 @@ def bradley_terry_loss(
     loss_B = -F.logsigmoid(gap_B)
     if center_coefficient:
         loss_B = loss_B + center_coefficient * (chosen_B + rejected_B).square()
-    return loss_B.sum() / num_pairs
+    return over(loss_B.sum(), num_pairs)
 
 
 def reward_sums(chosen_B: Tensor, rejected_B: Tensor) -> dict[str, Tensor]:
