@@ -182,8 +182,8 @@ def _launch(
         warm.write_into(_output_of(run))
         from memtrain.__main__ import main
         from memtrain.cli.launch import elastic_agent
-        from memtrain.trainers.loop.rank_failures import root_fault
         from memtrain.trainers.run_folder.folder import RunFolder
+        from memtrain.trainers.run_folder.rank_failures import root_fault
 
         def run_agent(command: Sequence[str], environment: dict[str, str], *given: Any) -> None:
             if lives_s is not None:

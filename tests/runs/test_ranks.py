@@ -10,8 +10,8 @@ import pytest
 
 from memtrain.errors import DataError, LaunchError
 from memtrain.trainers.loop import worker
-from memtrain.trainers.loop.rank_failures import root_fault
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.rank_failures import root_fault
 
 LONG = ("train.max_steps=40", "save.every_steps=5", "eval.every_steps=10", "train.micro_batch_size=2")
 

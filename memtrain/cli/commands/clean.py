@@ -20,9 +20,9 @@ def clean(
     from memtrain.errors import LaunchError
     from memtrain.memory.plan.units import gib
     from memtrain.trainers.checkpoints.checkpoint import left_checkpoints, mend_checkpoints
-    from memtrain.trainers.loop.rank_failures import clear_faults
     from memtrain.trainers.run_folder.folder import RunFolder
     from memtrain.trainers.run_folder.litter import litter_in, weighed
+    from memtrain.trainers.run_folder.rank_failures import clear_faults
 
     folder = RunFolder(run)
     if not folder.plan.is_file() and not folder.status.is_file():

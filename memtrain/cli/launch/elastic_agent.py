@@ -18,11 +18,11 @@ import psutil
 
 from memtrain.cli.launch.hang import LOOK_S, HangWatch
 from memtrain.errors import Interrupted, LaunchError, printable
-from memtrain.trainers.loop.rank_failures import LAUNCHED, clear_faults, correct_status, root_fault
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
 from memtrain.trainers.run_folder.lock import ticks_of
 from memtrain.trainers.run_folder.progress import write_log
 from memtrain.trainers.run_folder.pulse import WATCHED
+from memtrain.trainers.run_folder.rank_failures import LAUNCHED, clear_faults, correct_status, root_fault
 from memtrain.trainers.runtime.launcher_words import drop_launcher_words
 from memtrain.trainers.runtime.signals import HUNG_UP, asking, is_hung_up
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from memtrain.errors import LaunchError
-from memtrain.trainers.loop.rank_failures import clear_faults, correct_status
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.pulse import Pulse, pulse_file
+from memtrain.trainers.run_folder.rank_failures import clear_faults, correct_status
 from memtrain.trainers.runtime.exits import end_at_once
 from memtrain.trainers.runtime.signals import asking
 

@@ -87,8 +87,8 @@ def start(plan: Plan, folder: RunFolder, lock: RunLock, *, resume: bool) -> None
         )
         return
     from memtrain.cli.launch.hang import watching_itself
-    from memtrain.trainers.loop.rank_failures import clear_faults
     from memtrain.trainers.loop.worker import work
+    from memtrain.trainers.run_folder.rank_failures import clear_faults
 
     clear_faults(folder)
     os.environ.update(environment(topology))

@@ -15,8 +15,8 @@ from memtrain.cli.launch.topology import Topology, started_environment
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.units import MIB
 from memtrain.recipes.sections.slurm import Slurm, seconds_of
-from memtrain.trainers.loop.rank_failures import LAUNCHED
 from memtrain.trainers.run_folder.pulse import WATCHED
+from memtrain.trainers.run_folder.rank_failures import LAUNCHED
 
 TEMPLATE = "job.sbatch.j2"
 SCRIPT_FILE = "job.sbatch"

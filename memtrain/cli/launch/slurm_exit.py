@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from memtrain.errors import EXIT_OUR_FAULT, LaunchError, MemtrainError, printable
-from memtrain.trainers.loop.rank_failures import correct_status, root_fault
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.rank_failures import correct_status, root_fault
 
 KILLED = 128
 """Above this an exit code is that of a process that a signal ended."""

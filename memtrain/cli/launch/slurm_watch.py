@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from memtrain.cli.launch.hang import LOOK_S, HangWatch
-from memtrain.trainers.loop.rank_failures import note_fault
 from memtrain.trainers.loop.slurm_entry import ASKED_FILE, STEP_FILE
 from memtrain.trainers.run_folder.folder import RunFolder
+from memtrain.trainers.run_folder.rank_failures import note_fault
 
 WATCHER = -1
 """In place of a rank's number: who watches all of them."""

@@ -49,7 +49,6 @@ from memtrain.trainers.loop.observers import host_time_of, step_watch
 from memtrain.trainers.loop.oom.post_mortem import post_mortem, refuse_over_budget
 from memtrain.trainers.loop.oom.preflight import preflight
 from memtrain.trainers.loop.oom.recover import Exhausted, Recovery
-from memtrain.trainers.loop.rank_failures import LAUNCHED, clear_faults, note_fault
 from memtrain.trainers.loop.sampling import open_writer, sampled
 from memtrain.trainers.loop.saver import Saver
 from memtrain.trainers.memory_meter.live_tensors import live_bytes, resident
@@ -69,6 +68,7 @@ from memtrain.trainers.run_folder.event_sinks import EventSinks, open_sinks
 from memtrain.trainers.run_folder.folder import RunFolder
 from memtrain.trainers.run_folder.lock import OWNER, RunLock
 from memtrain.trainers.run_folder.pulse import WATCHED, Family, Pulse
+from memtrain.trainers.run_folder.rank_failures import LAUNCHED, clear_faults, note_fault
 from memtrain.trainers.runtime.allocator import allocator_words
 from memtrain.trainers.runtime.exits import end_at_once, no_way_out
 from memtrain.trainers.runtime.ranks import Ranks
@@ -100,7 +100,7 @@ def work(plan: Plan, *, resume: bool = True, is_locked: bool = False, family: Fa
         )
         _run_preflight(run, built)
         train(run)
-        finish(run, built, RunFolder(Path(plan.run_dir)))
+        finish(run, built, RunFolder(Path(plan.run_dir).absolute()))
         run.ranks.barrier()
         accelerator.end_training()
 
@@ -120,7 +120,8 @@ def assemble(
     """
     started = time.time()
     check_same_plan_on_ranks(plan, ranks)
-    folder = RunFolder(Path(plan.run_dir))
+    # Absolute: a reward may change the current folder.
+    folder = RunFolder(Path(plan.run_dir).absolute())
     if ranks.is_main and not is_locked:
         stack.enter_context(_take_folder(folder, plan, family))
     stop = stack.enter_context(StopRequest(family.is_gone if family is not None else None))

@@ -20,8 +20,8 @@ from memtrain.errors import DataError, LaunchError, RecipeError
 from memtrain.memory.plan.units import GIB
 from memtrain.recipes.reading.load import LoadedRecipe, load_recipe
 from memtrain.recipes.sections.slurm import Slurm
-from memtrain.trainers.loop.rank_failures import note_fault
 from memtrain.trainers.run_folder.folder import RunFolder, RunState
+from memtrain.trainers.run_folder.rank_failures import note_fault
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

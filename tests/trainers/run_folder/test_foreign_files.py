@@ -193,7 +193,7 @@ REMOVES = {
     "trainers/checkpoints/checkpoint.py": {"rename"},
     "trainers/data/store/cache.py": {"rename"},
     "trainers/data/store/top_k.py": {"replace"},
-    "trainers/loop/rank_failures.py": {"unlink", "rmdir"},
+    "trainers/run_folder/rank_failures.py": {"unlink", "rmdir"},
     "trainers/model/offload/host_pool.py": {"unlink"},
     "trainers/online/vllm/server_sampler.py": {"rmdir"},
     "trainers/online/vllm/weight_sync.py": {"unlink"},

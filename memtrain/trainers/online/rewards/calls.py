@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from memtrain.trainers.online.rewards.interpreter_watch import BEAT_S, beat, begun, over
+from memtrain.trainers.online.rewards.surroundings import surrounded
 from memtrain.trainers.runtime.exits import words_of_exit
 
 OURS = Path(__file__).parents[3]
@@ -67,16 +70,33 @@ class Caller:
 
     async def _one(self, call: Call) -> Outcome:
         async with self.room:
-            waited = asyncio.ensure_future(_awaited(call) if self.is_async else _in_thread(call))
-            # Not wait_for: a TimeoutError of the function's own would look like ours.
-            done, _ = await asyncio.wait({waited}, timeout=self.timeout_s)
-            if not done:
+            # Before the call: it may never let this thread speak again.
+            begun()
+            beat(self.timeout_s)
+            try:
+                waited = asyncio.ensure_future(_awaited(call) if self.is_async else _in_thread(call))
+                is_done = await self._within(waited)
+            finally:
+                over()
+            if not is_done:
                 waited.cancel()
                 return Outcome(error=TookTooLong(f"took longer than {self.timeout_s:g} s"))
             error = asyncio.CancelledError() if waited.cancelled() else waited.exception()
             if error is not None and not isinstance(error, Exception):
                 error = Exited(error)
             return Outcome(error=error) if error is not None else Outcome(value=waited.result())
+
+    async def _within(self, waited: asyncio.Future[Any]) -> bool:
+        """Wait until the call is done; False at its deadline."""
+        until = time.monotonic() + self.timeout_s
+        while True:
+            beat(self.timeout_s)
+            # Not wait_for: a TimeoutError of the function's own would look like ours.
+            left_s = min(BEAT_S, until - time.monotonic())
+            if (await asyncio.wait({waited}, timeout=max(0.0, left_s)))[0]:
+                return True
+            if time.monotonic() >= until:
+                return False
 
 
 def call_all(calls: Sequence[Call], *, is_async: bool, timeout_s: float, at_once: int) -> list[Outcome]:
@@ -101,7 +121,8 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
 async def _awaited(call: Call) -> Any:
     """Result of an async call. One that exits would end the event loop, and later calls never begin."""
     try:
-        return await call()
+        with surrounded():
+            return await call()
     except Exception:
         raise
     except BaseException as error:
@@ -119,7 +140,8 @@ def _in_thread(call: Call) -> asyncio.Future[Any]:
 
     def work() -> None:
         try:
-            value, set_it = call(), future.set_result
+            with surrounded():
+                value, set_it = call(), future.set_result
         except Exception as error:
             value, set_it = error, future.set_exception
         except BaseException as error:

@@ -23,9 +23,11 @@ from memtrain.trainers.model.heads.backbone import base_model
 from memtrain.trainers.online.generation.completions_log import COMPLETIONS_FILE, as_text, show
 from memtrain.trainers.online.generation.protocol import Sample
 from memtrain.trainers.online.rewards.functions import ENVIRONMENT, Function, load_functions
+from memtrain.trainers.online.rewards.interpreter_watch import watch_interpreter
 from memtrain.trainers.online.rewards.models import RewardJudge, load_reward_model
 from memtrain.trainers.online.rewards.reading import prompt_of_row
 from memtrain.trainers.online.rewards.score import Answer, Early, score
+from memtrain.trainers.online.rewards.surroundings import keep_surroundings, surrounded, tell_changes
 from memtrain.trainers.online.rollout.rollout_batches import Rollout
 from memtrain.trainers.runtime.ranks import Ranks
 from memtrain.trainers.runtime.weight_layout import local_of
@@ -51,6 +53,12 @@ class RewardScoring:
     def weight_F(self) -> Tensor:  # noqa: N802
         """Factor of each verdict."""
         return torch.tensor([function.recipe.weight for function in self.functions], dtype=torch.float64)
+
+    @property
+    def runs_others_code(self) -> bool:
+        """Whether functions or an environment of the recipe are called."""
+        own = all(one.is_builtin for one in self.functions)
+        return not own or self.rewards.environment is not None
 
     @property
     def held_bytes(self) -> int:
@@ -90,6 +98,8 @@ class RewardScoring:
         def ask() -> tuple[NDArray[np.float64], dict[str, float]]:
             count = len(samples[0]) if samples else 1
             made = score(answers, self.functions, self.rewards, group_size=count, known=known, early=early)
+            if self.runs_others_code:
+                tell_changes(self.print_line)
             return made.value_RF.numpy(), made.metrics
 
         return self.ranks.broadcast(ask() if self.ranks.is_main else (np.zeros((0, 0)), {}))
@@ -174,7 +184,9 @@ def build_reward_scoring(
     """
     rewards = plan.recipe.rewards
     assert rewards is not None, "A recipe of this method has rewards."
-    functions = load_functions(rewards)
+    keep_surroundings()
+    with surrounded():
+        functions = load_functions(rewards)
     model_type = str(base_model(built.model).config.model_type)
     models = {
         function.label: load_reward_model(
@@ -187,8 +199,12 @@ def build_reward_scoring(
         for function in functions
         if function.recipe.model is not None
     }
-    path = Path(plan.run_dir) / COMPLETIONS_FILE
-    return RewardScoring(rewards, functions, models, built.tokenizer, ranks, path, print_line)
+    path = Path(plan.run_dir).absolute() / COMPLETIONS_FILE
+    made = RewardScoring(rewards, functions, models, built.tokenizer, ranks, path, print_line)
+    if made.runs_others_code and ranks.is_main:
+        watch_interpreter(path.parent)
+    keep_surroundings()
+    return made
 
 
 def _known(reward: float) -> float | None:
