@@ -21,6 +21,11 @@ BY_TENSORS = (
 )
 """Attention whose kernels read from tensors where a row's segments begin, or that takes padded rows."""
 
+UNTRIED = (
+    "it ran on no GPU yet; on takes it, and compares the first replay of each shape with its pass by hand"
+)
+"""Reason for which `auto` leaves a step as it is, until tests/gpu/test_captured_steps.py passed on a GPU."""
+
 
 def decide_step_graphs(
     ledger: DecisionLog, settings: Settings, shape: ModelShape, config: Mapping[str, Any], too_much: int = 0
@@ -39,6 +44,8 @@ def decide_step_graphs(
     if wanted == "on" and reason:
         ledger.refuse(f"the passes of a step cannot be captured: {reason}", PATH, "set it to auto")
         return False
+    if wanted == "auto":
+        reason = reason or UNTRIED
     is_on = wanted != "off" and not reason
     if wanted != "auto" or settings.device == "cuda":
         why = reason or "one call starts all kernels of a forward or backward pass"

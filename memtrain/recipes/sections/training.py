@@ -45,7 +45,8 @@ class Train(Section):
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Record the forward and the backward pass of each shape of rows as CUDA graphs, and replay them: the
     host launches no kernel of a layer any more. Same numbers. Rows are padded to one of a few lengths.
-    `auto`: on a GPU where the plan's strategies and the model allow it; the plan says why where not."""
+    `auto`: off until it ran on a GPU, which it has not yet; `on` is refused where the plan's strategies or
+    the model do not allow it."""
 
     shuffle: bool = True
     """New order of the rows in every epoch."""

@@ -1,4 +1,4 @@
-"""CUDA graphs of a step: on where they can be, reported with the reason, refused where asked for in vain."""
+"""CUDA graphs of a step: on where asked for, reported with the reason, refused where asked for in vain."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 
 from memtrain.errors import RecipeError
 from memtrain.memory.hardware.devices import Hardware, cpu
+from memtrain.memory.rules.step_graphs import UNTRIED
 
 GPU = Hardware.named("h100")
 
@@ -17,9 +18,11 @@ def decided(found: Any) -> list[tuple[str, str]]:
 
 def test_a_step_is_captured_on_a_gpu(ask: Any, facts_of: Any, profile_of: Any):
     facts = facts_of(GPU, profile_of(100, 200))
-    auto, off = ask(facts), ask(facts, train__cuda_graphs="off")
-    assert auto.settings.step_graphs
-    assert decided(auto) == [("on", "one call starts all kernels of a forward or backward pass")]
+    auto, on, off = ask(facts), ask(facts, train__cuda_graphs="on"), ask(facts, train__cuda_graphs="off")
+    assert on.settings.step_graphs
+    assert decided(on) == [("on", "asked for; one call starts all kernels of a forward or backward pass")]
+    assert not auto.settings.step_graphs
+    assert decided(auto) == [("off", UNTRIED)]
     assert not off.settings.step_graphs
     assert decided(off) == [("off", "asked for")]
 

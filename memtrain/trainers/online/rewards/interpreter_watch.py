@@ -5,7 +5,7 @@ time can be held from inside, no signal is heard and no step goes on. A small pr
 that calls are under way and the interpreter moves. When it does not for the calls' limit and `GRACE_S` more,
 it has the system's own handler write down where every thread is (faulthandler needs no lock), says so, writes
 the status, and ends the run: its checkpoints stand. Why no child process for each call:
-docs/decisions/0026-calls-that-hold-the-interpreter-end-the-run.md.
+docs/decisions/0027-calls-that-hold-the-interpreter-end-the-run.md.
 """
 
 from __future__ import annotations
