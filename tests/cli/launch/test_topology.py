@@ -78,7 +78,7 @@ def test_a_file_of_the_folder_at_hand_is_none_of_pythons_own_modules(tmp_path, m
     for given, code in ((environment(TWO_CPU), 3), (started_environment(TWO_CPU), 0)):
         words = [sys.executable, "-m", "json.tool", "--help"]
         assert subprocess.run(words, env=os.environ | given, capture_output=True).returncode == code
-    assert _asked("json.tool", "{}", tmp_path / "kept.json", 30.0) == "{}"
+    assert _asked("json.tool", "{}", 30.0) == "{}"
 
 
 def test_a_tree_that_is_not_installed_is_found_in_the_folder_at_hand(monkeypatch):

@@ -167,7 +167,7 @@ def test_a_dataset_and_a_model_are_planned_as_the_run_that_they_mean(
         (["tiny", "--model", "tiny"], "tiny is a model, and --model names another"),
         (["rows.jsonl"], "memtrain plan rows.jsonl --model MODEL"),
         (["prompts.jsonl", "--model", "tiny"], "then memtrain plan my.yaml data.train=prompts.jsonl"),
-        (["odd.jsonl", "--model", "tiny"], "'data.columns={prompt: frage, completion: antwort}'"),
+        (["odd.jsonl", "--model", "tiny"], "'data.columns={question: frage, answer: antwort}'"),
         (["nested.jsonl", "--model", "tiny"], "write the fields of column 'qa' as separate columns"),
     ],
 )
