@@ -93,7 +93,7 @@ def test_a_folder_or_nothing_in_its_place_is_reported(tmp_path: Path):
     with pytest.raises(LaunchError, match="there is no file"):
         read_config_json(tmp_path, "model.path")
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(LaunchError, match="cannot be read: Is a directory"):
+    with pytest.raises(LaunchError, match="cannot be read: it is a folder"):
         read_config_json(tmp_path / "config.json" / "..", "model.path")
 
 
