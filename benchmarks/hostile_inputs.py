@@ -85,10 +85,17 @@ def attempt(one: Attempt, folder: Path) -> str:
     """Run the command in a fork of this process, in `folder`; what is wrong with its end, or nothing."""
     output = folder / ".output"
     start = time.monotonic()
+    begin, ready = os.pipe()
     child = os.fork()
     if child == 0:
+        # Its memory is looked at before it takes any.
+        os.close(ready)
+        os.read(begin, 1)
+        os.close(begin)
         _child(one, folder, output)
     own = _memory(child)
+    os.close(begin)
+    os.close(ready)
     ended = Ended(0, "")
     most = 0
     while True:

@@ -48,6 +48,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "numbers": ("test_attention.py", "test_numbers.py", "test_experts.py"),
     "memory": ("test_memory.py", "test_bytes_that_move.py", "test_decoding.py", "test_vllm_handles.py"),
     "runs": ("test_runs.py", "test_small_cards.py", "test_kernels.py"),
+    "captured": ("test_captures.py", "test_captured_steps.py"),
 }
 """Files of tests/gpu by stages: each has its result before the next begins."""
 ENGINES: dict[str, tuple[str, ...]] = {
