@@ -57,7 +57,13 @@ def test_a_run_ends_where_nothing_is_gained_and_goes_on_to_the_same_end(runs, me
     again = runs.run("whole", *words)
     assert "is finished; nothing was done" in " ".join(again.out.split())
     patient = runs.done("whole", *words, "eval.early_stopping.patience=3")
-    assert len(metrics(patient, "eval")) == best + 3
+    losses = [event["loss"] for event in metrics(patient, "eval")]
+    # Processors round otherwise: whether the third evaluation gains is theirs to say.
+    assert len(losses) > best + 2
+    assert losses[: best + 2] == [event["loss"] for event in metrics(other, "eval")]
+    assert len(losses) == next(
+        (n for n in range(4, 12) if min(losses[: n - 3]) <= min(losses[n - 3 : n])), 12
+    )
 
 
 @pytest.mark.parametrize("packing", ["none", "bfd"])

@@ -187,7 +187,7 @@ def test_epochs_of_a_streamed_source_go_on_to_the_last_bit(runs, metrics, curve_
     )
     whole = runs.done("whole", *asked)
     steps = metrics(whole, "step")
-    assert (len(steps), steps[-1]["epoch"]) == (10, 2)
+    assert (len(steps), steps[-1]["epoch"]) == (10, 2.5)
     process = runs.fork("killed", *asked)
     while len(metrics(runs.folder / "killed", "step")) < 6:
         time.sleep(0.002)

@@ -77,7 +77,7 @@ def finish(run: Run, built: Built, folder: RunFolder) -> None:
         )
         if aside is not None:
             text = f"final/ held what memtrain did not write, or was changed: that is {aside.name}/ now"
-            run.emit(NoteEvent(step=run.position.step, text=text))
+            run.observers.emit(NoteEvent(step=run.position.step, text=text))
     # Every rank writes the same words: with weights in shards no rank can do it alone.
     writes = recipe.log.final_sample and (run.ranks.is_main or built.spread.is_sharded)
     prompt, written = sample(run, built) if writes else ("", "")

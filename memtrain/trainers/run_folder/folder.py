@@ -193,7 +193,9 @@ class RunFolder:
         strangers = [
             path.name for path in (self.recipe, self.launch, self.metrics, self.report) if path.exists()
         ]
-        if strangers and not self.plan.exists():
+        # A plan that is gone leaves checkpoints, which know it.
+        is_run = self.plan.exists() or any(self.checkpoints.glob("*/manifest.json"))
+        if strangers and not is_run:
             raise LaunchError(
                 f"{self.path} is no run folder, and a run would overwrite {' and '.join(strangers)} there",
                 where=str(self.path),

@@ -23,6 +23,8 @@ SAID = {
     "num_read": 3,
     "num_skipped": 0,
     "skipped": (),
+    "num_empty": 0,
+    "first_empty": None,
     "unrendered": {},
     "made_of": {},
 }
