@@ -171,7 +171,7 @@ def test_the_best_weights_are_the_final_ones(runs, metrics):
         "save.keep=1",
         "save.every_steps=1",
         "eval.every_steps=1",
-        "optim.lr=0.3",
+        "optim.lr=2.0",
         "optim.schedule=constant",
         "train.max_steps=5",
     )
@@ -194,7 +194,7 @@ def test_the_best_weights_are_kept_though_no_checkpoint_is_due(runs, metrics):
         "save.every_steps=100",
         "eval.every_steps=1",
         "eval.at_start=true",
-        "optim.lr=0.3",
+        "optim.lr=2.0",
         "optim.schedule=constant",
         "train.max_steps=5",
     )

@@ -16,11 +16,3 @@ def test_a_rollout_is_the_same_after_its_state():
     found = window_of(rollout().state())
     assert (found.number, found.metrics) == (3, {"reward": 0.5})
     assert np.array_equal(found.ids_N, [5, 6])
-
-
-def test_a_rollout_of_an_earlier_version_keeps_its_metrics_and_its_answers():
-    state = rollout().state()
-    old = {"metrics": "told", "is_trained_A": "is_trained_A"}
-    found = window_of({old.get(name, name): value for name, value in state.items()})
-    assert found.metrics == {"reward": 0.5}
-    assert found.is_trained_A.tolist() == rollout().is_trained_A.tolist()

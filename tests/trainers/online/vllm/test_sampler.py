@@ -27,6 +27,7 @@ from memtrain.trainers.online.vllm.weight_sync import (
     sweep,
     vllm_weights,
 )
+from memtrain.trainers.runtime.namespaces import pid_namespace
 
 FAKE = Path(__file__).parents[2] / "fake_vllm"
 GROUPS = [Group((3, 4 + i), 2, seed=100 * i) for i in range(4)]
@@ -440,12 +441,16 @@ def test_buckets_hold_every_byte_once_at_aligned_places(tiny_llama):
 
 
 def test_what_a_killed_trainer_left_in_memory_is_swept(tmp_path):
-    gone, here = tmp_path / f"{PREFIX}999999999-a", tmp_path / f"{PREFIX}{os.getpid()}-a"
-    for folder in (gone, here):
+    """One whose process is seen to be gone; a process of another container is not seen, and may live."""
+    space = pid_namespace()
+    names = (f"999999999-{space}", f"{os.getpid()}-{space}", "999999999-other")
+    gone, here, elsewhere = (tmp_path / f"{PREFIX}{name}-a" for name in names)
+    for folder in (gone, here, elsewhere):
         folder.mkdir()
     sweep(tmp_path)
     assert not gone.exists()
     assert here.exists()
+    assert elsewhere.exists()
 
 
 def test_weights_go_through_the_run_folder_where_memory_has_no_room(tmp_path):
