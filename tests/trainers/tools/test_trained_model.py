@@ -364,7 +364,6 @@ def test_only_files_that_memtrain_wrote_are_pushed_and_no_link_is_followed(
     (final / "additional_chat_templates").mkdir()
     (final / "additional_chat_templates" / "rag.jinja").write_text("x")
     (final / "additional_chat_templates" / "key.pem").write_text("x")
-    os.mkfifo(final / "tokenizer.json")
     (final / "adapter_model.safetensors").write_text("x")
     made = upload_of(trained_model(run))
     assert [name for name, _ in made.files] == [
@@ -375,9 +374,13 @@ def test_only_files_that_memtrain_wrote_are_pushed_and_no_link_is_followed(
     ]
     told = dict(made.left_out)
     assert told["vocab.json"] == told["model.safetensors"] == told["value"] == "a link"
-    assert told.keys() >= {".env", ".git", "notes.txt", "wandb", "own.py", "tokenizer.json"}
+    assert told.keys() >= {".env", ".git", "notes.txt", "wandb", "own.py"}
     assert main(["push", str(run), "me/model", "--dry-run"]) == 0
     assert "Left out: .env (memtrain did not write it)" in capsys.readouterr().out
+    os.mkfifo(final / "tokenizer.json")
+    assert main(["push", str(run), "me/model", "--dry-run"]) == 5
+    assert "it is a pipe, not a file" in capsys.readouterr().err
+    (final / "tokenizer.json").unlink()
     final.rename(tmp_path / "elsewhere")
     final.symlink_to(tmp_path / "elsewhere")
     assert main(["push", str(run), "me/model", "--dry-run"]) == 5

@@ -29,7 +29,16 @@ def store_of(folder: Path, pairs: list[Pair]) -> TokenStore:
     writer.add(as_rows(rows, 3))
     made: dict[str, Any] = {"format": "preference", "parts": ("prompt", "chosen", "rejected")}
     writer.finish(
-        **made, streams=("x",), sources=(0,), num_read=1, num_skipped=0, skipped=(), unrendered={}, made_of={}
+        **made,
+        streams=("x",),
+        sources=(0,),
+        num_read=1,
+        num_skipped=0,
+        skipped=(),
+        num_empty=0,
+        first_empty=None,
+        unrendered={},
+        made_of={},
     )
     return TokenStore.open(folder)
 

@@ -148,7 +148,7 @@ def test_a_tokenizer_that_is_not_there_is_reported(name, template, what):
 
 
 def test_a_folder_without_a_tokenizer_is_reported(tmp_path):
-    with pytest.raises(DataError, match="cannot load the tokenizer"):
+    with pytest.raises(DataError, match="has no tokenizer"):
         load_tokenizer(str(tmp_path))
 
 
