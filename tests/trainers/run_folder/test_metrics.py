@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,12 +58,6 @@ def test_an_event_comes_back_from_its_line(event: Event):
     line = to_line(event, 0.0)
     json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert from_line(line) == event
-
-
-def test_metrics_of_earlier_versions_are_read_under_their_names_of_today():
-    line = to_line(replace(step(1), extra={"reward": 0.5, "groups_without_signal": 0.25}), 0.0)
-    event = from_line(line.replace('"loss_tokens"', '"learnt"'))
-    assert event == replace(step(1), extra={"reward": 0.5, "zero_std_groups": 0.25})
 
 
 def test_a_loss_that_is_no_number_is_kept_as_such(tmp_path: Path):

@@ -42,7 +42,12 @@ def test_every_process_of_a_plan_asks_for_its_segments_itself(
     """Benchmarks, verifications and trials start without the launcher's environment."""
     monkeypatch.setattr(engine, "Accelerator", lambda **_: SimpleNamespace(num_processes=1))
     settings: Any = SimpleNamespace(
-        threads=1, device="cuda", expandable_segments=is_on, num_processes=1, deterministic=False
+        threads=1,
+        device="cuda",
+        expandable_segments=is_on,
+        num_processes=1,
+        deterministic=False,
+        step_graphs=False,
     )
     engine.make_accelerator(settings)
     assert given == [f"expandable_segments:{is_on}"]
