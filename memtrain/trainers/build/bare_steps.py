@@ -62,7 +62,7 @@ class Stepper:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that the optimizer steps."""
-        return self.training.parameters
+        return list(self.training.parameters)
 
     def work(self, number: int) -> StepWork:
         """Work of optimizer step `number`."""

@@ -58,7 +58,7 @@ class StepSetup:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that this rank's optimizer steps."""
-        return self.step.parameters
+        return list(self.step.parameters)
 
 
 def build_step(

@@ -54,7 +54,8 @@ def one_step(
 
 def before_step(stage: StepSetup) -> None:
     """Run the method's work before the first micro-batch of a step."""
-    feed = DummyFeed(stage.micro_batches[0])
+    # As much of a feed as a method's work before a step asks for.
+    feed: Any = DummyFeed(stage.micro_batches[0])
     sequences = [np.array([number]) for number in range(len(stage.micro_batches))]
     stage.step.preview(np.concatenate(sequences), sequences, feed=feed)
 
