@@ -120,11 +120,7 @@ def check_run(loaded: LoadedRecipe, left_out: frozenset[str] = frozenset()) -> l
                 lambda source=source, place=place, found=found: source_words(recipe, source, place, found),
             )
         if len(found) == len(sources) and found and has_tokenizer:
-            renders = look.at(
-                f"{key}, rendering", lambda found=found: rendering_words(recipe, found, tokenizer())
-            )
-            if renders:
-                look.at(f"{key}, loss", lambda found=found: kept_words(recipe, found, tokenizer()))
+            _look_at_tokens(look, key, found, tokenizer())
             if not left_out and key == "data.train" and recipe.online is not None:
                 look.at(
                     "rewards", lambda found=found: _nothing(check_first_row(loaded, columns_of(found[0])))
@@ -310,30 +306,24 @@ def columns_of(found: Found) -> list[str]:
     return [str(column) for column in first if column != found.reading.names.prompt]
 
 
-def rendering_words(recipe: Recipe, found: Sequence[Found], tokenizer: PreTrainedTokenizerFast) -> str:
-    """What the first rows show as tokens, in words: strings without turns, lost fields, empty answers.
+def _look_at_tokens(
+    look: _Look, key: str, found: Sequence[Found], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """What the first rows of a key show as tokens: strings without turns, lost fields, empty answers; and of
+    rows that all can be rendered, how many keep a loss token within `length:`."""
+    from memtrain.trainers.data.packing.first_rows import first_rows_as_tokens, first_rows_kept
 
-    Raises: DataError where a setting of `data:` has no effect on rows of these formats, or a row cannot be
-    rendered.
-    """
-    words, faults = rendered_words(recipe, found, tokenizer, FIRST_ROWS)
-    if faults and recipe.data.on_bad_row == "error":
-        raise DataError(_once(faults))
-    return words
+    recipe = look.loaded.recipe
+    first = cache(lambda: first_rows_as_tokens(recipe, found, tokenizer, FIRST_ROWS))
 
+    def rendering() -> str:
+        words, faults = rendered_words(found, tokenizer, first())
+        if faults and recipe.data.on_bad_row == "error":
+            raise DataError(_once(faults))
+        return words
 
-def kept_words(recipe: Recipe, found: Sequence[Found], tokenizer: PreTrainedTokenizerFast) -> str:
-    """How many of the first rows keep a loss token within `length:`, and have the token that ends a turn
-    among their loss tokens; nothing of prompts, pairs and judged answers.
-
-    Raises: DataError where none of all rows keeps a loss token.
-    """
-    from memtrain.trainers.data.packing.first_rows import first_rows_kept
-    from memtrain.trainers.data.store.look_into import kind_of, rendering_of
-
-    kind = kind_of(found, METHOD_FORMATS[recipe.method])
-    rendering = rendering_of(recipe.data, tokenizer, kind, found)
-    return first_rows_kept(recipe, found, tokenizer, rendering, kind, FIRST_ROWS)
+    if look.at(f"{key}, rendering", rendering):
+        look.at(f"{key}, loss", lambda: first_rows_kept(recipe, found, tokenizer, first()))
 
 
 def tracker_words(recipe: Recipe) -> str:

@@ -1,56 +1,72 @@
-"""First rows of a recipe's sources, tokenized and cut as a run cuts them, for `memtrain check`; no torch."""
+"""First rows of a recipe's sources as tokens, and cut as a run cuts them, for `memtrain check`; no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from memtrain.errors import DataError
-from memtrain.recipes.formats.detect import FORMS, SUPERVISED
+from memtrain.recipes.formats.detect import FORMS, METHOD_FORMATS, SUPERVISED
+from memtrain.recipes.formats.fields import BadRow
 from memtrain.recipes.recipe import Recipe
 from memtrain.trainers.data.packing.by_method import none_left
 from memtrain.trainers.data.packing.token_rows import Spans, count_loss_tokens, pieces_of
-from memtrain.trainers.data.store.look_into import Found
+from memtrain.trainers.data.store.look_into import Found, kind_of, rendering_of
 from memtrain.trainers.data.tokenize.chat import turn_end_of
-from memtrain.trainers.data.tokenize.render import Rendering
-from memtrain.trainers.data.tokenize.workers import Batch, Job, Tokenizing
+from memtrain.trainers.data.tokenize.workers import Batch, Job, Tokenized, Tokenizing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+@dataclass(frozen=True, slots=True)
+class FirstRows:
+    """The first rows of each source as tokens; the line of each is its number among them."""
+
+    job: Job
+    places: tuple[str, ...]
+    made: Tokenized
+    is_all: bool
+    """Whether the sources have no other."""
+
+
+def first_rows_as_tokens(
+    recipe: Recipe, found: Sequence[Found], tokenizer: PreTrainedTokenizerFast, most: int
+) -> FirstRows:
+    """The first `most` rows of each source, tokenized; those that cannot be read are left out.
+
+    Raises: DataError where a setting of `data:` has no effect on rows of these formats.
+    """
+    kind = kind_of(found, METHOD_FORMATS[recipe.method])
+    rendering = rendering_of(recipe.data, tokenizer, kind, found)
+    job = Job(tokenizer.backend_tokenizer.to_str(), rendering, kind, tuple(one.reading for one in found))
+    places, batch, is_all = list[str](), Batch([], []), True
+    for number, one in enumerate(found):
+        begun = list(islice(one.rows(), most + 1))
+        is_all = is_all and len(begun) <= most
+        for place, row in begun[:most]:
+            if not isinstance(row, BadRow):
+                batch.streams.append(number)
+                batch.lines.append((len(places), row))
+                places.append(place)
+    return FirstRows(job, tuple(places), Tokenizing(job)(batch), is_all)
+
+
 def first_rows_kept(
-    recipe: Recipe,
-    found: Sequence[Found],
-    tokenizer: PreTrainedTokenizerFast,
-    rendering: Rendering,
-    kind: str,
-    most: int,
+    recipe: Recipe, found: Sequence[Found], tokenizer: PreTrainedTokenizerFast, first: FirstRows
 ) -> str:
-    """How many of the first `most` rows of each source keep a loss token, in words, and how many learn to end
-    a turn. Empty of pairs, of judged answers, and of prompts.
+    """How many of the first rows keep a loss token, in words, and how many learn to end a turn. Empty of
+    pairs, of judged answers, and of prompts.
 
     Raises: DataError where these are all rows and none keeps one.
     """
+    rendering, kind, made = first.job.rendering, first.job.kind, first.made.rows
     if kind not in SUPERVISED:
         return ""
-    streams, lines, is_all = list[int](), list[tuple[int, object]](), True
-    number = 0
-    for source in found:
-        begun = islice(
-            ((number + at, line) for at, one in enumerate(source.streams) for line in one.read()), most + 1
-        )
-        rows = list(begun)
-        is_all = is_all and len(rows) <= most
-        streams += [at for at, _ in rows[:most]]
-        lines += [line for _, line in rows[:most]]
-        number += len(source.streams)
-    readings = tuple(one.reading for one in found for _ in one.streams)
-    job = Job(tokenizer.backend_tokenizer.to_str(), rendering, kind, readings)
-    made = Tokenizing(job)(Batch(streams, lines)).rows  # pyright: ignore[reportArgumentType] lines of streams
     tokens, ptr = (
         made.part_tokens.reshape(-1, len(FORMS[kind].parts)).sum(1),
         np.concatenate([[0], np.cumsum(made.span_counts)]),
@@ -60,7 +76,7 @@ def first_rows_kept(
     spans = Spans(ptr, made.spans[:, 0], made.spans[:, 1])
     row, start, length = pieces_of(tokens, recipe.row_limits)
     kept = np.unique(row[count_loss_tokens(spans, row, start, length) > 0])
-    if not len(kept) and is_all:
+    if not len(kept) and first.is_all:
         raise DataError(*none_left(np.arange(len(tokens)), recipe, "rows"))
     words = f"{len(kept):,} of the first {len(tokens):,} rows keep a loss token"
     chats = [one.reading for one in found if one.reading.is_chat]
