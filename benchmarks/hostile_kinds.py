@@ -20,18 +20,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from broken_inputs import RECIPE, recipe_or_plan
 from hostile_inputs import Act, Attempt, Ended, attempt
 from mutants_of_models import NUMBERS, OTHERS, TEMPLATES, make_models, mutate
 
-BASE = """\
-method: sft
-model: {path: MODEL}
-data: {train: ROWS, cache_dir: CACHE}
-length: {max_length: 64}
-train: {batch_size: 4, max_steps: 1}
-memory: {measure_peaks: false}
-cluster: {device: cpu, processes: 1, threads: 1}
-"""
 HERE = Path(tempfile.gettempdir()) / f"memtrain-break-base-{os.getpid()}"
 
 
@@ -86,7 +78,7 @@ def recipe(folder: Path, model: Path, method: str = "sft", **changes: object) ->
     rows: object = (
         str(HERE / "rows.jsonl") if method == "sft" else {"source": "builtin:arithmetic", "limit": 8}
     )
-    text = BASE.replace("method: sft", f"method: {method}")
+    text = RECIPE.replace("method: sft", f"method: {method}")
     for word, value in {"MODEL": str(model), "ROWS": rows, "CACHE": str(folder / "cache")}.items():
         text = text.replace(word, json.dumps(value))
     (folder / f"{method}.yaml").write_text(text)
@@ -98,8 +90,6 @@ def recipe(folder: Path, model: Path, method: str = "sft", **changes: object) ->
 
 def recipes(seed: int, folder: Path) -> tuple[str, str]:
     """A recipe of broken lines, read; every eighth one planned."""
-    from broken_inputs import recipe_or_plan
-
     with contextlib.chdir(folder):
         how, fault = recipe_or_plan(seed)
     return how, fault if how not in ("hang", "traceback") else f"{how}: {fault}"

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -66,6 +67,9 @@ class Launches(Section):
     """The least of a hundred launches' mean in a run: of the newest one."""
 
 
+Kept = TypeVar("Kept", Measured, Launches)
+
+
 def folder() -> Path | None:
     """Folder of the store, or None where the store of measurements is switched off."""
     written = os.environ.get(VARIABLE)
@@ -86,50 +90,51 @@ def versions() -> dict[str, str]:
 
 def device_file(device: str) -> Path | None:
     """The file of a device under today's versions."""
-    base = folder()
-    return None if base is None else base / f"device-{_slug(device)}-{_digest(versions())}.json"
+    return _file("device", device)
 
 
 def remember(measured: Measured) -> Path | None:
     """Write it, whole or not at all; where it is written, or None where the store is off."""
-    file = device_file(measured.device)
-    if file is not None:
-        write_whole(file, measured.model_dump_json(indent=1))
-    return file
+    return _write(device_file(measured.device), measured)
 
 
 def measured_of(device: str) -> Measured | None:
     """Measurements of a device under today's versions; None where there are none, or the file cannot be
     read."""
-    file = device_file(device)
-    if file is None or not file.is_file():
-        return None
-    try:
-        return Measured.model_validate_json(file.read_text())
-    except (ValidationError, OSError):
-        return None
+    return _read(device_file(device), Measured)
 
 
 def launches_file(device: str) -> Path | None:
     """The file of a device's launches under today's versions."""
-    base = folder()
-    return None if base is None else base / f"launches-{_slug(device)}-{_digest(versions())}.json"
+    return _file("launches", device)
 
 
 def remember_launches(found: Launches) -> None:
     """Write them, in the place of those of an earlier run."""
-    file = launches_file(found.device)
-    if file is not None:
-        write_whole(file, found.model_dump_json(indent=1))
+    _write(launches_file(found.device), found)
 
 
 def launches_of(device: str) -> Launches | None:
     """What the last run on a device has measured; None where none has, or the file cannot be read."""
-    file = launches_file(device)
+    return _read(launches_file(device), Launches)
+
+
+def _file(kind: str, device: str) -> Path | None:
+    base = folder()
+    return None if base is None else base / f"{kind}-{_slug(device)}-{_digest(versions())}.json"
+
+
+def _write(file: Path | None, found: Section) -> Path | None:
+    if file is not None:
+        write_whole(file, found.model_dump_json(indent=1))
+    return file
+
+
+def _read(file: Path | None, kind: type[Kept]) -> Kept | None:
     if file is None or not file.is_file():
         return None
     try:
-        return Launches.model_validate_json(file.read_text())
+        return kind.model_validate_json(file.read_text())
     except (ValidationError, OSError):
         return None
 
