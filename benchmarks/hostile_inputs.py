@@ -181,7 +181,9 @@ def _child(one: Attempt, folder: Path, output: Path) -> None:
             sys.stdout = None
         from memtrain.__main__ import main as memtrain
 
-        code = memtrain(list(one.words))
+        # As from a shell: with words of its own it leaves the streams to whoever called it.
+        sys.argv = ["memtrain", *one.words]
+        code = memtrain()
         if one.stdout == "file" and sys.stdout is not None:
             sys.stdout.flush()
         sys.stderr.flush()

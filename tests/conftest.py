@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -28,6 +29,15 @@ def own_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py, `zero3_linear_wrap`.
     """
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
+
+
+@pytest.fixture(autouse=True)
+def own_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test's run leaves the next one no state of this process to put back after a reward's call."""
+    if kept := sys.modules.get("memtrain.trainers.online.rewards.surroundings"):
+        monkeypatch.setattr(kept, "_kept", None)
+        monkeypatch.setattr(kept, "_notes", [])
+        monkeypatch.setattr(kept, "_told", set())
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -31,6 +31,7 @@ def test_what_a_call_changes_is_put_back_and_told_once(
     from memtrain.trainers.online.rewards import surroundings
 
     monkeypatch.setattr(surroundings, "_told", set())
+    monkeypatch.setattr(surroundings, "_notes", [])
     monkeypatch.setattr(surroundings, "_kept", None)
     monkeypatch.delenv("MEMTRAIN_TRIED", raising=False)
     before = os.getcwd(), torch.get_default_dtype(), torch.get_num_threads(), sys.stdout
