@@ -12,10 +12,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from memtrain.cli.plan.lookup import ELSEWHERE, LookedAt, facts_without_data
+from memtrain.cli.plan.lookup import LookedAt, facts_without_data
 from memtrain.errors import DoesNotFit
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced
 from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.hardware.packages import ELSEWHERE
 from memtrain.memory.model_shape.known_models import known_config
 from memtrain.memory.plan.units import gib
 from memtrain.memory.planner.resolve import open_space, resolve

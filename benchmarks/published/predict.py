@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memtrain.cli.rescue.as_it_was import PRESUMED as HAD
 from memtrain.cli.rescue.as_it_was import facts_of, priced_with
 from memtrain.errors import MemtrainError
 from memtrain.memory.estimate.static import overhead
 from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.hardware.packages import ELSEWHERE as HAD
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.heaviest_batch import TRANSFORMERS, ForeignStep
 from memtrain.recipes.edit import with_key

@@ -4,6 +4,8 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from memtrain.cli.app import run
 from memtrain.errors import DoesNotFit, LaunchError, RecipeError
+from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.plan import PhasePeak, Prediction
 from memtrain.memory.plan.units import gib
 from memtrain.trainers.tools.trace.client import Traced
@@ -44,6 +47,61 @@ def recipe(tmp_path, monkeypatch):
 def reported(capsys) -> str:
     """What was printed, as one line."""
     return " ".join(capsys.readouterr().out.split())
+
+
+SMALL = """
+method: sft
+model:
+  config: {model_type: llama, vocab_size: 1000, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
+           num_attention_heads: 2, num_key_value_heads: 2}
+  tokenizer: builtin:tiny
+data: {train: builtin:arithmetic}
+length: {max_length: 64}
+train: {batch_size: 2}
+memory: {activation_checkpointing: off, loss: full}
+"""
+
+
+def test_packages_of_another_machine_are_assumed_and_named_in_one_line(recipe, capsys, monkeypatch):
+    """Every package that a plan computes with; none where it computes with none."""
+    for module in ("memtrain.memory.rules.ledger", "memtrain.memory.estimate.pricing"):
+        monkeypatch.setattr(f"{module}.installed", lambda *names: frozenset())
+    Path(recipe).write_text(SMALL)
+    packed = ["model.adapter={}", "model.quantize=4bit"]
+    scored = [
+        "method=rloo",
+        "generate={num_generations: 2, max_tokens: 8}",
+        "rewards.functions=[{function: exact_answer}]",
+    ]
+    cases = {
+        "flash-attn": [["model.attention=flash"]],
+        "FlashAttention-3": [["model.attention=flash3"]],
+        "Liger": [["model.liger=on"], ["memory.loss=liger"]],
+        "bitsandbytes": [["optim.kind=adamw_8bit"], packed],
+        "DeepSpeed": [["cluster.engine=zero2", "--num-gpus", "2"]],
+        "vLLM": [[*scored, "generate.backend=vllm"]],
+        "flash-attn, Liger, bitsandbytes": [[*packed, "model.attention=flash", "model.liger=on"]],
+        "": [[], ["memory.allow=[adamw_8bit]"], [*scored, "generate.backend=native"]],
+    }
+    for named, words in ((name, one) for name, many in cases.items() for one in many):
+        run(["plan", recipe, "--gpu", "h200", "--without-data", "--json", *words])
+        notes = [one for one in json.loads(capsys.readouterr().out)["notes"] if "that the machine has" in one]
+        assert len(notes) == bool(named), words
+        every = ("flash-attn", "FlashAttention-3", "Liger", "bitsandbytes", "DeepSpeed", "vLLM")
+        assert ", ".join(name for name in every if notes and f"{name} (" in notes[0]) == named, words
+
+
+def test_the_packages_of_the_card_in_this_machine_are_looked_at(recipe, monkeypatch):
+    """By the name of its driver; another card is another machine, whatever is here."""
+    monkeypatch.setattr("memtrain.memory.rules.ledger.installed", lambda *names: frozenset())
+    here = replace(Hardware.named("h100"), name="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("memtrain.cli.plan.lookup.detect", lambda device: here)
+    Path(recipe).write_text(SMALL)
+    asked = ["plan", recipe, "--without-data", "model.attention=flash"]
+    for gpu in ([], ["--gpu", "h100"]):
+        with pytest.raises(RecipeError, match="the flash-attn package is not installed"):
+            run([*asked, *gpu])
+    assert run([*asked, "--gpu", "a100"]) == 0
 
 
 def test_a_plan_for_a_card_that_is_not_here_says_what_fits_and_stays_within_80_columns(recipe, capsys):

@@ -23,8 +23,9 @@ from memtrain.memory.estimate.static import needed, overhead
 from memtrain.memory.explain.own_layers import activations_words
 from memtrain.memory.explain.reasons import gains, left_out
 from memtrain.memory.generation.rollout_time import RolloutTime, rollout_time
-from memtrain.memory.generation.vllm import longest_read
+from memtrain.memory.generation.vllm import longest_read, own_engine
 from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.hardware.packages import assumed_words
 from memtrain.memory.hardware.peak_history import read_history
 from memtrain.memory.model_shape.shape import NO_RUN
 from memtrain.memory.plan.engine_kinds import uses_zero
@@ -37,6 +38,7 @@ from memtrain.memory.planner.pinned_recipe import pins
 from memtrain.memory.planner.resolve import Resolved, resolve, resolved_if_it_fits
 from memtrain.memory.planner.search import frontier, price_all
 from memtrain.memory.planner.use_and_never import with_use_and_never
+from memtrain.memory.rules.attention import PACKAGE_OF
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.reading.load import LoadedRecipe
 from memtrain.recipes.recipe import HAS_ANSWERS
@@ -166,11 +168,6 @@ def ask(
         notes.insert(0, shape_note)
     elif shape_note:
         notes.append(shape_note)
-    wants = recipe.model.quantize != "none" or recipe.optim.kind.endswith("8bit") or recipe.memory.allow
-    if presumed and wants:
-        notes.append("The plan assumes that bitsandbytes is installed there (pip install 'memtrain[quant]').")
-    if presumed and recipe.online is not None and recipe.generation.backend == "vllm":
-        notes.append("The plan assumes that vLLM is installed there, in a separate environment.")
     return Question(loaded, asked, looked, hardware, presumed, tuple(notes))
 
 
@@ -217,17 +214,21 @@ def answer(
     notes = (*question.notes, note) if note else question.notes
     facts = replace(facts, history=read_history())
     resolved = (resolve if seeks_ways_out else resolved_if_it_fits)(question.asked, facts)
+    words = activations_words(resolved.case.facts.shape), assumed_words(_used(resolved) & question.presumed)
+    return Answer(question, facts, resolved, (*notes, *(one for one in words if one)))
+
+
+def _used(resolved: Resolved) -> frozenset[str]:
+    """Optional packages that a plan computes with, by module."""
+    settings = resolved.settings
     used = {
-        "DeepSpeed": ("deepspeed", uses_zero(resolved.settings)),
-        "Liger": ("liger", uses_liger(resolved.settings)),
+        PACKAGE_OF.get(settings.attention, ""): True,
+        "liger_kernel": uses_liger(settings),
+        "bitsandbytes": settings.quantize != "none" or OPTIMIZERS[settings.optimizer].is_bitsandbytes,
+        "deepspeed": uses_zero(settings),
+        "vllm": own_engine(resolved.case.recipe) is not None,
     }
-    assumed = tuple(
-        f"The plan assumes that {name} is installed there (pip install 'memtrain[{extra}]')."
-        for name, (extra, is_used) in used.items()
-        if question.presumed and is_used
-    )
-    layers = activations_words(resolved.case.facts.shape)
-    return Answer(question, facts, resolved, (*notes, *((layers,) if layers else ()), *assumed))
+    return frozenset(name for name, is_used in used.items() if is_used)
 
 
 def everything(made: Answer) -> list[Priced]:

@@ -10,7 +10,9 @@ from typing import Any, cast
 from memtrain.cli.plan.model_shape import layer_measurer, shape_for
 from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.estimate.pricing import PlannerInputs
+from memtrain.memory.hardware.cards import named_card
 from memtrain.memory.hardware.devices import Hardware, detect
+from memtrain.memory.hardware.packages import ELSEWHERE
 from memtrain.memory.model_shape.config_file import check_values, read_config_json, untagged
 from memtrain.memory.model_shape.families import FAMILIES
 from memtrain.memory.model_shape.known_models import known_config
@@ -25,9 +27,6 @@ from memtrain.recipes.sections.model import Model
 
 HUB_TIMEOUT_S = 3.0
 """Longest wait for the hub: its answer is a page of numbers."""
-
-ELSEWHERE = frozenset({"bitsandbytes", "deepspeed", "liger_kernel", "triton", "vllm"})
-"""Packages that another machine is taken to have; a plan that needs one of them says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +185,8 @@ def look_at_devices(
         found, presumed = here if num_gpus is None else here.with_devices(num_gpus), frozenset[str]()
     elif gpu is not None:
         found = Hardware.named(gpu, num_gpus or 1)
-        presumed = ELSEWHERE if here.device == "cpu" else frozenset[str]()
+        card = named_card(here.name) if here.device == "cuda" else None
+        presumed = frozenset[str]() if card is not None and card.name == found.name else ELSEWHERE
     elif num_gpus is not None:
         raise RecipeError(
             f"--num-gpus {num_gpus} needs a kind of GPU, but none is visible here",

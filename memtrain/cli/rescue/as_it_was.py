@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memtrain.cli.plan.lookup import ELSEWHERE, LookedAt, facts_without_data, look_at_model
+from memtrain.cli.plan.lookup import LookedAt, facts_without_data, look_at_model
 from memtrain.cli.rescue.evaluation import evaluated
 from memtrain.cli.rescue.model import looked_at
 from memtrain.cli.rescue.value_head import with_value_head
@@ -17,6 +17,7 @@ from memtrain.memory.estimate.peaks import step_moments, total
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced, heaviest, may_accumulate, price
 from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.hardware.devices import Hardware
+from memtrain.memory.hardware.packages import ELSEWHERE
 from memtrain.memory.plan.engine_kinds import ZERO
 from memtrain.memory.plan.heaviest_batch import TRANSFORMERS
 from memtrain.memory.plan.optimizers import OPTIMIZERS
@@ -27,9 +28,6 @@ from memtrain.recipes.edit import with_key
 from memtrain.recipes.importers.importing import Foreign, Imported, import_config
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.model import Model
-
-PRESUMED = ELSEWHERE | {"flash_attn"}
-"""Packages that the other tool had."""
 
 PROMPT = 512
 """Default tokens of a prompt of the online methods: the default cut of TRL and verl."""
@@ -72,7 +70,7 @@ def as_it_was(
     """
     imported = import_config(foreign, has_stand_ins=True)
     recipe, notes = with_a_length(imported.whole(), max_length)
-    facts = replace(facts_of(recipe, hardware, PRESUMED), foreign=TRANSFORMERS)
+    facts = replace(facts_of(recipe, hardware), foreign=TRANSFORMERS)
     taken = looked_at(recipe.model.path, recipe.model.revision)[1] if recipe.model.path else ""
     notes = tuple(one for one in (taken, *notes, _precision_doubt(foreign, recipe)) if one)
     keys = {**imported.pins, **(pins or {}), "memory.budget": budget}

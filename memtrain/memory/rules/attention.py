@@ -59,10 +59,15 @@ CAPPED = (AttentionBackend.FLASH3, AttentionBackend.FLASH, AttentionBackend.MASK
 HALF = ("bfloat16", "float16")
 PACKAGES = ("flash_attn_interface", "flash_attn", "triton")
 """Modules that the choice looks for; FlashAttention-3 is `flash_attn_interface`."""
+PACKAGE_OF: Mapping[str, str] = {
+    AttentionBackend.FLASH3: "flash_attn_interface",
+    AttentionBackend.FLASH: "flash_attn",
+}
+"""The module of a back end that torch does not bring."""
 REASONS: Mapping[AttentionBackend, str] = {
     AttentionBackend.TORCH_CPU: "segment by segment on torch's CPU flash kernel",
-    AttentionBackend.FLASH3: "variable-length kernels of the installed FlashAttention-3, for Hopper",
-    AttentionBackend.FLASH: "variable-length kernels of the installed flash-attn package",
+    AttentionBackend.FLASH3: "variable-length kernels of FlashAttention-3, for Hopper",
+    AttentionBackend.FLASH: "variable-length kernels of the flash-attn package",
     AttentionBackend.TORCH_VARLEN: "torch's own variable-length flash kernels",
     AttentionBackend.FLEX: "FlexAttention with a block mask, compiled",
     AttentionBackend.TORCH_EFFICIENT: "segment by segment on torch's memory-efficient kernel",

@@ -152,14 +152,21 @@ def decide_attention(
 ) -> AttentionChoice | None:
     """The attention back end, or None when it is refused."""
     recipe = ledger.asked.recipe
+    is_named = recipe.model.attention != "auto"
     facts = AttentionFacts(
         device=hardware.device,
         dtype=dtype,
         compute_capability=hardware.compute_capability,
-        packages=frozenset(name for name in PACKAGES if ledger.has(name)),
+        packages=frozenset(
+            name
+            for name in PACKAGES
+            # A package that another machine only may have is for those who name the back end: torch's own
+            # kernels compute the same.
+            if ledger.has(name) and (is_named or name == "triton" or not ledger.presumes(name))
+        ),
         longest_row_tokens=recipe.length.max_length,
         # What is asked for by name is refused with the slices, which are as much of a wish.
-        in_slices=recipe.model.attention == "auto" and (streams(recipe) or recipe.cluster.sharing > 1),
+        in_slices=not is_named and (streams(recipe) or recipe.cluster.sharing > 1),
         **model_facts(config),  # pyright: ignore[reportArgumentType]
     )
     wanted = recipe.model.attention

@@ -25,13 +25,14 @@ MODEL: dict[str, Rule] = {
     "attn_implementation": RecipeKey(
         "model.attention",
         values={
-            "flash_attention_2": "flash",
-            "flash_attention_3": "flash3",
-            "kernels-community/flash-attn2": "flash",
-            "kernels-community/flash-attn3": "flash3",
-            "kernels-community/vllm-flash-attn3": "flash3",
-            "flex_attention": "flex",
+            # The plan takes the flash kernels that the machine has: all compute the same.
+            "flash_attention_2": None,
+            "flash_attention_3": None,
+            "kernels-community/flash-attn2": None,
+            "kernels-community/flash-attn3": None,
+            "kernels-community/vllm-flash-attn3": None,
             "sdpa": None,
+            "flex_attention": "flex",
             "eager": "transformers",
         },
     ),

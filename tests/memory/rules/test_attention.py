@@ -108,20 +108,26 @@ def test_the_choice_lists_every_back_end_that_cannot_run():
 
 
 @pytest.mark.parametrize(
-    ("presumed", "taken"),
+    ("presumed", "asked", "dtype", "taken"),
     [
-        ((), Backend.TORCH_EFFICIENT),
-        (("triton",), Backend.FLEX),
-        (("triton", "flash_attn"), Backend.FLEX),
-        (("flash_attn_interface",), Backend.TORCH_EFFICIENT),
+        ((), "auto", "float32", Backend.TORCH_EFFICIENT),
+        (("triton",), "auto", "float32", Backend.FLEX),
+        (("triton", "flash_attn"), "auto", "float32", Backend.FLEX),
+        (("flash_attn_interface",), "auto", "float32", Backend.TORCH_EFFICIENT),
+        (("flash_attn", "flash_attn_interface"), "auto", "bfloat16", Backend.TORCH_VARLEN),
+        (("flash_attn",), "flash", "bfloat16", Backend.FLASH),
+        (("flash_attn_interface",), "flash3", "bfloat16", Backend.FLASH3),
     ],
 )
-def test_packages_that_the_runs_machine_is_taken_to_have_count(recipe_of, monkeypatch, presumed, taken):
-    """A float32 plan for another machine: Triton is there, though it is not here."""
+def test_packages_that_the_runs_machine_is_taken_to_have_count(
+    recipe_of, monkeypatch, presumed, asked, dtype, taken
+):
+    """A plan for another machine: Triton is there, though it is not here, and what a recipe names is."""
     monkeypatch.setattr("memtrain.memory.rules.ledger.installed", lambda *names: frozenset())
-    ledger = DecisionLog(SourcedRecipe(recipe_of({}), lambda key: "default"), presumed=frozenset(presumed))
+    recipe = recipe_of({"model.attention": asked})
+    ledger = DecisionLog(SourcedRecipe(recipe, lambda key: "default"), presumed=frozenset(presumed))
     config = {"model_type": "llama", "head_dim": 128}
-    choice = decide_attention(ledger, Hardware.named("h100"), "float32", config)
+    choice = decide_attention(ledger, Hardware.named("h100"), dtype, config)
     assert choice is not None
     assert choice.backend is taken
 
