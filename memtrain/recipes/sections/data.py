@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
@@ -66,6 +67,34 @@ class Columns(Section):
     """Column of Alpaca's earlier turns: `[[question, answer], ...]`."""
 
 
+class PromptFormat(Section):
+    """Text of a prompt, in place of the chat template's turns: of rows with `instruction`, `output` or
+    `question`, `answer`. The answer follows it as it stands, and then the end token."""
+
+    text: str
+    """The prompt; `{instruction}` (or `{question}`) and `{input}` stand for the row's columns."""
+
+    with_input: str | None = None
+    """The same for rows whose `input` is not empty. If not set: `text`."""
+
+    system: str | None = None
+    """Text before it where the row has a `system` column, for which `{system}` stands. If not set: such a
+    column is not used."""
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> PromptFormat:
+        if not re.search(r"\{(instruction|question)\}", self.text):
+            raise ValueError(
+                "text shows nothing of the row; write {instruction} (or {question}) where the row's text goes"
+            )
+        return self
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The texts that are set, by name."""
+        return {name: str(text) for name, text in self.model_dump(exclude_none=True).items()}
+
+
 class Source(Section):
     """A source of rows."""
 
@@ -109,6 +138,9 @@ class Source(Section):
 
     strings_are: StringsAre | None = None
     """What strings of this source are, when it differs from `data.strings_are`."""
+
+    prompt_format: PromptFormat | None = None
+    """Text of this source's prompts, when it differs from `data.prompt_format`."""
 
 
 def source_of(value: object) -> object:
@@ -175,6 +207,10 @@ class Data(Section):
     the assistant's, which the chat template writes (`system_prompt` stands before them). `text`: text as it
     stands, one after the other, without a separator. If not set: text, and where the tokenizer has a chat
     template the run says that it is not used."""
+
+    prompt_format: PromptFormat | None = None
+    """Text of the prompts of rows with `instruction` or `question`: `{text: "Q: {question}\\nA: "}`. If not
+    set: they are turns of a conversation, which the chat template writes."""
 
     text_unit: TextUnit = "line"
     """Unit of a row in a .txt file: `line` (blank lines are passed over), `paragraph` (up to a blank line),

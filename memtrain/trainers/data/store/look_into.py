@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from memtrain.errors import DataError
 from memtrain.recipes.formats.detect import FORMS, SUPERVISED, detect
 from memtrain.recipes.formats.fields import BadRow, Row
+from memtrain.recipes.formats.prompt_format import ANSWERS as FORMATTED
 from memtrain.recipes.sections.data import Columns, Data, Format, Source
 from memtrain.trainers.data.sources.sources import Stream, at_key, is_on_hub, locate, located
 from memtrain.trainers.data.tokenize.chat import (
@@ -77,7 +78,12 @@ def look_into(source: Source, data: Data, allowed: Sequence[Format], key: str) -
             strings = source.strings_are if source.strings_are is not None else data.strings_are
             if source.source.startswith("builtin:"):
                 strings = strings or "text"
-            reading = Reading(form.name, names, template_kwargs(data, source), False, system or None, strings)
+            asked = source.prompt_format if source.prompt_format is not None else data.prompt_format
+            # Other formats have no text of their own to write; where none has one, the recipe is refused.
+            texts = asked.texts if asked is not None and form.name in FORMATTED else None
+            reading = Reading(
+                form.name, names, template_kwargs(data, source), False, system or None, strings, texts
+            )
             reading = replace(reading, is_chat=is_chat(replace(reading, system_prompt=None), row))
             return Found(source, located.streams, reading, located.notes)
     raise DataError(*no_rows(source, located.streams, key))
@@ -117,6 +123,8 @@ def is_chat(reading: Reading, row: Row) -> bool:
 def needs_template(reading: Reading) -> bool:
     """Whether every row of a source is a conversation, whatever its first row is."""
     form = FORMS[reading.form]
+    if reading.prompt_format is not None:
+        return False
     takes_turns = form.takes_strings and reading.strings_are == "turns"
     return form.name == "messages" or form.stored_as is not None or takes_turns
 
@@ -130,7 +138,8 @@ def leaves_out_template(reading: Reading) -> bool:
 def is_cut_in_text(reading: Reading) -> bool:
     """Whether rows of a source are strings with a boundary of prompt and answer in them."""
     form = FORMS[reading.form]
-    return form.takes_strings and not form.is_prompt and not reading.is_chat
+    is_text = form.takes_strings or reading.prompt_format is not None
+    return is_text and not form.is_prompt and not reading.is_chat
 
 
 def check_system_prompt(found: Found) -> None:
@@ -161,6 +170,22 @@ def check_strings_are(data: Data, found: Sequence[Found]) -> None:
             f"data.strings_are {place}has no effect: rows of format {form} are {are}",
             "data.strings_are",
             "remove it; it is for strings in the columns prompt, completion, chosen and rejected",
+        )
+
+
+def check_prompt_format(data: Data, found: Sequence[Found]) -> None:
+    """Raise DataError for a format of prompts that no row is written by: each source's own, and `data`'s."""
+    unused = [one for one in found if one.reading.prompt_format is None]
+    of_source = [one for one in unused if one.source.prompt_format is not None]
+    if of_source or (data.prompt_format is not None and len(unused) == len(found)):
+        one, place = (
+            (of_source[0], "source's prompt_format") if of_source else (found[0], "data.prompt_format")
+        )
+        raise DataError(
+            f"the {place} has no effect: rows of '{one.source.source}' are of format {one.reading.form}",
+            "data.prompt_format",
+            "remove it; it is for the columns instruction and output, or question and answer "
+            "(data.columns names yours)",
         )
 
 
@@ -239,6 +264,7 @@ def rendering_of(
             ),
         )
     check_strings_are(data, found)
+    check_prompt_format(data, found)
     for one in found:
         check_template_kwargs(one.reading.template_kwargs, template, one.reading.is_chat)
         check_system_prompt(one)

@@ -23,6 +23,7 @@ from memtrain.recipes.formats.media import refuse_media
 from memtrain.recipes.formats.preference import Preference
 from memtrain.recipes.formats.prompt import Prompt, of_answered, text_of
 from memtrain.recipes.formats.prompt_completion import PromptCompletion
+from memtrain.recipes.formats.prompt_format import formatted
 from memtrain.recipes.formats.string_turns import as_turns
 from memtrain.recipes.formats.system_prompt import with_system
 from memtrain.recipes.formats.unpaired import Unpaired
@@ -58,10 +59,15 @@ class Reading:
     """System message of the conversations that have none of their own."""
     strings_are: str | None = None
     """What the recipe says of strings: `turns`, `text`, or nothing."""
+    prompt_format: Mapping[str, str] | None = None
+    """Texts that write the prompts of instructions and questions, in place of the chat template."""
 
     def example(self, row: Row, kind: str = "") -> Example:
         """A row, read; of `kind` prompt, of a question and its answer the question. Raises: BadRow."""
-        example = FORMS[self.form].parse(row, self.names)
+        if self.prompt_format is not None:
+            example: Example = formatted(row, self.names, self.form, self.prompt_format)
+        else:
+            example = FORMS[self.form].parse(row, self.names)
         if self.strings_are == "turns":
             example = as_turns(example, row, self.names)
         example = with_system(example, self.system_prompt)
