@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -30,8 +31,11 @@ ROLES = {
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "function_call": "assistant",
 }
 """Role words that files use, and the chat template's word for each."""
+CALLS = "function_call"
+"""Role of LLaMA-Factory's messages whose text is calls of tools: the JSON of one call, or of a list."""
 
 FAMILIAR = {
     "question": "prompt",
@@ -303,7 +307,42 @@ def message_of(item: object, place: str) -> Message:
         raise BadRow(f"{place} has no content", "give it a content (a string), or tool_calls")
     if not loss_mask(given, place):
         rest[NO_LOSS] = True
-    return {"role": ROLES[role], "content": content_of(content, place), **rest}
+    text = content_of(content, place)
+    if role == CALLS and "tool_calls" not in rest:
+        text, rest["tool_calls"] = calls_in(text, place)
+    return {"role": ROLES[role], "content": text, **rest}
+
+
+def calls_in(text: str, place: str) -> tuple[str, list[dict[str, Any]]]:
+    """(the thought before them, the calls) of a message that is the JSON of calls, one or a list of them.
+
+    Source: LLaMA-Factory 0.9.5, data/formatter.py. Raises: BadRow when it is no such JSON.
+    """
+    thought, end, rest = text.rpartition("</think>")
+    fix = 'write {"name": ..., "arguments": {...}}, or a list of such calls'
+    try:
+        read = json.loads(rest, object_pairs_hook=_each_key_once)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(
+            f"{place} has the role {CALLS}, and its text is no JSON of calls: {error}", fix
+        ) from None
+    calls = cast(list[object], read if isinstance(read, list) else [read])
+    made: list[dict[str, Any]] = []
+    for one in calls:
+        call = cast(Mapping[str, Any], one if isinstance(one, Mapping) else {})
+        if not isinstance(call.get("name"), str) or "arguments" not in call:
+            raise BadRow(f"{place} has the role {CALLS}, and {shown(cast(object, one))} is not a call", fix)
+        made.append({"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}})
+    if not made:
+        raise BadRow(f"{place} has the role {CALLS}, and no call", fix)
+    return thought + end, made
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a key is there twice in one object")
+    return made
 
 
 def loss_mask(given: Mapping[str, Any], place: str) -> bool:

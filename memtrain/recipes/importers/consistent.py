@@ -11,7 +11,7 @@ from memtrain.recipes.sections.methods.pair_losses import PAIR_LOSSES
 from memtrain.recipes.trl.translation import Lost, Translation
 
 _ANSWERS = ("dpo", "kto", "reward")
-_ONLINE = ("grpo", "rloo")
+_ONLINE = ("grpo", "rloo", "ppo")
 _CUTS_TOKENS = ("generate.top_k", "generate.top_p", "generate.min_p")
 
 

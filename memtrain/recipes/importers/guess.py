@@ -55,6 +55,7 @@ UNREAD: Mapping[str, str] = {
     "OpenRLHF": r"openrlhf|^(micro_train_batch_size|micro_rollout_batch_size)$",
     "EasyR1": r"^worker\.(actor|rollout)\b",
     "LitGPT": r"\blitgpt\b",
+    "LLaMA-Factory v1": r"^((dist|kernel|peft|quant|init)_config\.name|sample_backend)$",
     "NeMo-RL": r"^policy\.(model_name|dtensor_cfg|train_micro_batch_size|train_global_batch_size)|nemo_rl",
     "prime-rl": r"\bprime[-_]rl\b|^(orchestrator|trainer\.model|inference)\.[a-z_.]+$",
     "torchtitan": r"torchtitan|^training\.local_batch_size$|^activation_checkpoint\.mode$",

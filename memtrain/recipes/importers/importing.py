@@ -29,7 +29,7 @@ from memtrain.recipes.reading.regular_file import read_regular
 from memtrain.recipes.reading.yaml_tree import plain
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
-from memtrain.recipes.trl.translate import IMPORTED, translate
+from memtrain.recipes.trl.translate import IMPORTED, METHODS, translate
 from memtrain.recipes.trl.translation import Lost, Translation
 from memtrain.recipes.trl.writing import inline, recipe_text
 
@@ -59,6 +59,8 @@ class Foreign:
     """Keys whose value is a variable of the shell that nothing sets."""
     grows_segments: bool = False
     """The command or script lets torch's allocator grow its segments."""
+    folder: Path | None = None
+    """Folder of the configuration, where it is a file."""
 
     @property
     def is_plain_script(self) -> bool:
@@ -169,7 +171,7 @@ def _mapping(path: Path, tool: str | None, method: str | None, processes: int | 
         raise RecipeError(
             f"{path} is already a recipe of memtrain", str(path), f"run `memtrain check {path}`"
         )
-    return _foreign(config, [], path.name, tool, method, processes)
+    return replace(_foreign(config, [], path.name, tool, method, processes), folder=path.parent)
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -203,7 +205,8 @@ def _command(text: str, name: str, tool: str | None, method: str | None, process
         rest = {key: value for key, value in config.items() if key not in own}
         read = _script(_text(script), script, tool, method, processes or number, own)
         return replace(read, config={**read.config, **rest})
-    return _foreign(config, command.words, name, tool, method, processes or number, command.unset)
+    found = _foreign(config, command.words, name, tool, method, processes or number, command.unset)
+    return replace(found, folder=command.files[0].parent if command.files else None)
 
 
 def _own_arguments(script: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -283,11 +286,11 @@ def import_config(
     Raises: RecipeError for a method that has no counterpart.
     """
     tool = foreign.tool
-    reading = read_keys(tool, foreign.config, foreign.processes)
+    reading = read_keys(tool, foreign.config, foreign.processes, foreign.folder)
     reading.lost += [Lost(key, text, UNSET) for key, text in foreign.unset.items()]
     if foreign.method is not None:
         reading.method = foreign.method
-    if reading.method not in IMPORTED:
+    if reading.method not in METHODS:
         raise RecipeError(
             f"the method '{reading.method}' has no counterpart in memtrain",
             foreign.name,
@@ -328,7 +331,7 @@ def import_config(
 
 def _stand_in(made: Translation) -> None:
     for key, value in STAND_INS.items():
-        if key.startswith("rewards.") and made.method not in ("grpo", "rloo"):
+        if key.startswith("rewards.") and made.method not in ("grpo", "rloo", "ppo"):
             continue
         if key not in made.recipe_keys:
             made.recipe_keys[key] = (value, "put yours in its place")

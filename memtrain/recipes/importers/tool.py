@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
@@ -34,7 +35,11 @@ class ToolReading:
     config: Mapping[str, Any]
     """Keys of the tool, nested ones dotted."""
     processes: int
+    folder: Path | None = None
+    """Folder of the configuration, where it is a file."""
     method: str = "sft"
+    has_turns: bool = False
+    """Rows of a source are conversations of several turns."""
     trl: dict[str, Any] = field(default_factory=dict[str, Any])
     names: dict[str, str] = field(default_factory=dict[str, str])
     """Key of the tool by TRL's."""
@@ -114,12 +119,14 @@ class Tool:
         return TrlKey(key) if self.takes_trl and key in TRL_KEYS else None
 
 
-def read_keys(tool: Tool, config: Mapping[str, Any], processes: int) -> ToolReading:
+def read_keys(
+    tool: Tool, config: Mapping[str, Any], processes: int, folder: Path | None = None
+) -> ToolReading:
     """A configuration in TRL's words.
 
     Raises: RecipeError for a method that memtrain has no counterpart for.
     """
-    reading = ToolReading(config, processes)
+    reading = ToolReading(config, processes, folder)
     for key, value in config.items():
         _one(tool, reading, key, value)
     tool.read(reading)

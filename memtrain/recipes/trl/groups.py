@@ -232,7 +232,7 @@ def lengths(made: Translation) -> None:
         made.set("length.group_by_length", True)
     elif order == "sequential" and made.method != "kto":
         made.set("train.shuffle", False)
-    elif made.method == "kto":
+    elif order == "sequential":
         made.notes.append(
             "TRL's KTO takes rows in order, for its KL term; here the term is right in any order"
         )

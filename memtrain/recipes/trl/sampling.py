@@ -5,7 +5,7 @@ from __future__ import annotations
 from memtrain.recipes.trl.keys import VLLM
 from memtrain.recipes.trl.translation import Translation
 
-ONLINE = ("grpo", "rloo")
+ONLINE = ("grpo", "rloo", "ppo")
 """Methods that write completions."""
 
 
@@ -49,6 +49,9 @@ NO_VLLM_KEY = {
 
 def _mismatch(made: Translation) -> None:
     """TRL corrects for vLLM's probabilities in GRPO alone, by default."""
+    if made.method == "ppo":
+        made.set("ppo.importance_correction", "none", comment="PPO is not corrected for vLLM's probabilities")
+        return
     if made.method != "grpo":
         made.notes.append(
             "TRL does not correct RLOO for vLLM's probabilities; `rloo.importance_correction: none` does as "

@@ -17,6 +17,9 @@ from memtrain.recipes.trl.translation import TRLS_DEFAULT, Translation
 IMPORTED: tuple[str, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distill")
 """Methods whose configurations are read: all of TRL 1.16's command line, and its GKD."""
 
+METHODS: tuple[str, ...] = (*IMPORTED, "ppo")
+"""Methods of a translation: `ppo` is that of other tools."""
+
 
 def translate(
     config: Mapping[str, Any],
@@ -65,7 +68,7 @@ def _carry(made: Translation, key: str, rule: RecipeKey) -> None:
             return
     target = rule.key.format(method=made.method)
     section, _, name = target.partition(".")
-    if section in IMPORTED and (section != made.method or name not in _knobs(section)):
+    if section in METHODS and (section != made.method or name not in _knobs(section)):
         made.lose(key, f"not used by {made.method}")
         return
     if value is None and key != "max_grad_norm":
