@@ -11,15 +11,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from memtrain.recipes.peers.hints import hints
 from memtrain.recipes.reading.field_types import every_key
-from memtrain.recipes.reading.renamed_keys import RENAMED_KEYS
 from memtrain.recipes.reading.shipped import configs_dir
 from memtrain.recipes.recipe import Recipe
 
 WRONG = Path(__file__).resolve().parents[1] / "tests/recipes/wrong"
 SHIPPED = [path.read_text() for path in sorted(configs_dir().rglob("*.yaml"))]
 TEXTS = SHIPPED + [path.read_text() for path in sorted(WRONG.glob("*.yaml"))]
-KEYS = sorted({key.split(".")[-1] for key in every_key(Recipe)} | set(RENAMED_KEYS))
+KEYS = sorted({key.split(".")[-1] for key in every_key(Recipe)} | set(hints()))
 VALUES = ["", "null", "true", "on", "yes", "-1", "0", "1e-5", ".inf", "99999999999999999999", "1_0", "'x'"]
 VALUES += ['"', "[]", "{}", "[1, [2, {a: b}]]", "{a: {b: c}}", "*a", "&a", "&a x", "!!int x", "!x", "|", ">"]
 VALUES += ["${a}", "${.lr}", "${", "${optim}", "${oc.env:HOME}", "${oc.env:NOPE}", "\\${x}", "24GiB", "x: y"]

@@ -11,14 +11,14 @@ import pytest
 from memtrain.errors import RecipeError
 from memtrain.recipes.importers.importing import Imported, read_foreign
 from memtrain.recipes.importers.importing import import_config as imported
+from memtrain.recipes.peers.table import Same, table
 from memtrain.recipes.reading.load import load_text
-from memtrain.recipes.trl.keys import KEYS
 from memtrain.recipes.trl.page import trl_page
-from memtrain.recipes.trl.rules import RecipeKey
 from memtrain.recipes.trl.translate import IMPORTED, translate
 from memtrain.recipes.trl.writing import default_of
 
 ROOT = Path(__file__).parents[2]
+KEYS = table("trl").rows
 RECORDED = json.loads((Path(__file__).parent / "data" / "trl_fields.json").read_text())
 
 WHOLE = {
@@ -59,30 +59,27 @@ def test_every_key_of_trl_has_a_rule(method: str):
 def test_a_default_of_trl_that_is_not_ours_is_written(method: str):
     """Else a configuration that does not say it would train something else here."""
     for key, default in RECORDED[method].items():
-        rule = KEYS[key]
-        if not isinstance(rule, RecipeKey):
+        row = KEYS[key]
+        if row.default_of(method) is not None:
+            assert row.default_of(method) == default, key
             continue
-        if rule.default_of(method) is not None:
-            assert rule.default_of(method) == default, key
+        if not row.is_carried:
             continue
-        section = rule.key.partition(".")[0]
+        section = row.to.partition(".")[0]
         if section in IMPORTED and section != method:
             continue
-        values = {(type(old), old): new for old, new in rule.values.items()}
-        taken = values.get((type(default), default), default)
-        ours = default_of(rule.key.format(method=method))
-        if default is None or taken is None or ours in (None, "auto"):
+        taken = row.taken(default)
+        ours = default_of(row.to.format(method=method))
+        if default is None or taken in (None, Same) or ours in (None, "auto"):
             continue  # Not set at TRL, or a choice between computations of the same numbers.
         assert taken == ours, key
 
 
-@pytest.mark.parametrize("key", [key for key, rule in KEYS.items() if isinstance(rule, RecipeKey)])
-def test_every_target_is_a_key_of_the_recipe(key: str):
-    rule = KEYS[key]
-    assert isinstance(rule, RecipeKey)
-    methods = [one for one in IMPORTED if "{method}" not in rule.key or key in RECORDED[one]]
-    for method in methods:
-        default_of(rule.key.format(method=method))
+def test_every_target_is_a_key_of_the_recipe():
+    for key, row in KEYS.items():
+        for method in IMPORTED:
+            if row.to and ("{method}" not in row.to or key in RECORDED[method]):
+                default_of(row.to.format(method=method))
 
 
 @pytest.mark.parametrize("method", IMPORTED)

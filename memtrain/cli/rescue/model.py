@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
@@ -14,7 +14,7 @@ from memtrain.errors import LaunchError, RecipeError
 from memtrain.memory.model_shape.known_models import known_config, known_name
 from memtrain.memory.rules.adapter_targets import missing_targets
 from memtrain.recipes.importers.importing import Foreign
-from memtrain.recipes.importers.tool import TrlKey
+from memtrain.recipes.importers.tool import Tool
 from memtrain.recipes.sections.model import Model as RecipeModel
 
 _OTHERS = {"verl": "actor_rollout_ref.model.path", "unsloth": "from_pretrained.model_name"}
@@ -55,9 +55,9 @@ def with_model(foreign: Foreign, model: str | None) -> Foreign:
 
     Raises: RecipeError where neither says a model.
     """
-    named = _model_keys(foreign.tool.keys, foreign.config)
+    named = _model_keys(foreign.tool, foreign.config)
     if model is None and not named:
-        unset = [text for key, text in foreign.unset.items() if key in _model_keys(foreign.tool.keys, [key])]
+        unset = [text for key, text in foreign.unset.items() if key in _model_keys(foreign.tool, [key])]
         said = f"the model is {unset[0]}, which nothing sets" if unset else "the configuration names no model"
         raise RecipeError(said, foreign.name, "add --model owner/name")
     if model is None:
@@ -94,18 +94,14 @@ def _without(value: Any, names: Sequence[str]) -> Any:
     return ",".join(word for word in words if word not in names) if set(names) <= set(words) else value
 
 
-def _model_keys(rules: Mapping[str, Any], config: Iterable[str]) -> list[str]:
+def _model_keys(tool: Tool, config: Iterable[str]) -> list[str]:
     """Keys of a configuration that name the model."""
-    return [
-        key
-        for key in config
-        if key == _TRL or (isinstance(rule := rules.get(key), TrlKey) and rule.key == _TRL)
-    ]
+    return [key for key in config if (row := tool.row(key)) is not None and row.trl == _TRL]
 
 
 def _default_key(foreign: Foreign) -> str:
-    rules = foreign.tool.keys
-    return _OTHERS.get(foreign.tool.name) or next(iter(_model_keys(rules, rules)), _TRL)
+    tool = foreign.tool
+    return _OTHERS.get(tool.name) or next(iter(_model_keys(tool, tool.table.rows)), _TRL)
 
 
 _TRL = "model_name_or_path"

@@ -11,7 +11,8 @@ from memtrain.errors import MemtrainError
 from memtrain.memory.estimate.pricing import Priced, fits_host
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.recipes.importers.importing import Foreign
-from memtrain.recipes.importers.own_changes import SEGMENTS, OwnChange, changes_of
+from memtrain.recipes.importers.own_changes import changes_of
+from memtrain.recipes.peers.savings import SEGMENTS, OwnChange
 
 MOST_TRIED = 150
 """Combinations that are priced. Taste: a few seconds."""

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from memtrain.errors import RecipeError
-from memtrain.recipes.importers.axolotl_keys import KEYS
 from memtrain.recipes.importers.engines import deepspeed, fsdp
 from memtrain.recipes.importers.positions import scale_positions
 from memtrain.recipes.importers.tool import Tool, ToolReading
-from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
+from memtrain.recipes.peers.table import table
 
 METHODS = {"dpo": "dpo", "ipo": "dpo", "simpo": "dpo", "orpo": "dpo", "kto": "kto", "grpo": "grpo"}
 """`rl:` and the method; another loss of pairs is a loss of `dpo`."""
@@ -272,7 +271,7 @@ def _schedule(reading: ToolReading) -> None:
     for key in ("save_steps", "eval_steps"):
         if reading.get(key):
             reading.set_trl("save_strategy" if key == "save_steps" else "eval_strategy", "steps", key)
-    for key in [name for name in reading.trl if name in TRL_KEYS and reading.trl[name] is None]:
+    for key in [name for name, value in reading.trl.items() if value is None]:
         del reading.trl[key]
 
 
@@ -299,20 +298,4 @@ def _trackers(reading: ToolReading) -> None:
         reading.set_trl("project", reading.config["wandb_project"], "wandb_project")
 
 
-AXOLOTL = Tool(
-    name="axolotl",
-    title="Axolotl",
-    version="0.19",
-    keys=KEYS,
-    read=read,
-    defaults={
-        "num_train_epochs": 1,
-        "lr_scheduler_type": "cosine",
-        "per_device_train_batch_size": 1,
-        "max_length": 512,
-        "save_strategy": "epoch",
-        "lora_dropout": 0.0,
-        "gradient_checkpointing": False,
-    },
-)
-"""Axolotl, as its schema of 2026-07-24 has it."""
+AXOLOTL = Tool(table("axolotl"), read)

@@ -10,9 +10,8 @@ from typing import Any, cast
 
 import yaml
 
-from memtrain.recipes.importers.tool import ToolReading, ToolRule
+from memtrain.recipes.importers.tool import ToolReading
 from memtrain.recipes.reading.regular_file import read_regular
-from memtrain.recipes.trl.rules import Automatic, ReadTogether
 
 UNREAD_STAGE = (
     "the DeepSpeed file is not here, and its name does not show the stage; without it each device holds all: "
@@ -109,13 +108,6 @@ def fsdp(reading: ToolReading, key: str, value: object, more: object) -> None:
         or options.get("offload_params") is True
     ):
         reading.set_recipe("cluster.cpu_offload", "parameters", key)
-
-
-ARGUMENTS: Mapping[str, ToolRule] = {
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "vllm_device"), ReadTogether()),
-    "fsdp_transformer_layer_cls_to_wrap": Automatic("each layer is a part of its own"),
-}
-"""Arguments of transformers' trainer, and of earlier ones of TRL's, that say its engine and its devices."""
 
 
 def trainers_engine(reading: ToolReading) -> None:

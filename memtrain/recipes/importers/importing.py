@@ -15,7 +15,7 @@ from memtrain.recipes.importers.as_it_was import as_it_was
 from memtrain.recipes.importers.axolotl import AXOLOTL
 from memtrain.recipes.importers.command_line import looks_like, read_command
 from memtrain.recipes.importers.consistent import make_consistent
-from memtrain.recipes.importers.engines import ARGUMENTS, accelerate_file, trainers_engine
+from memtrain.recipes.importers.engines import accelerate_file, trainers_engine
 from memtrain.recipes.importers.guess import guess_method, guess_tool, is_recipe
 from memtrain.recipes.importers.llamafactory import LLAMAFACTORY
 from memtrain.recipes.importers.notebook import notebook_code
@@ -24,17 +24,29 @@ from memtrain.recipes.importers.script_calls import script_config
 from memtrain.recipes.importers.tool import Tool, ToolReading, read_keys
 from memtrain.recipes.importers.unsloth import UNSLOTH
 from memtrain.recipes.importers.verl import VERL
+from memtrain.recipes.peers.table import table
 from memtrain.recipes.reading.load import load_text, read_mapping
 from memtrain.recipes.reading.regular_file import read_regular
 from memtrain.recipes.reading.yaml_tree import plain
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
 from memtrain.recipes.trl.translate import IMPORTED, METHODS, translate
 from memtrain.recipes.trl.translation import Lost, Translation
 from memtrain.recipes.trl.writing import inline, recipe_text
 
-TRL = Tool("trl", "TRL", "1.16", ARGUMENTS, trainers_engine, {}, takes_trl=True)
-"""TRL itself: its rules are in `memtrain.recipes.trl`."""
+TRL = Tool(table("trl"), trainers_engine, takes_trl=True)
+"""TRL itself: its groups of keys are read in `memtrain.recipes.trl`."""
+
+SCRIPT = replace(
+    UNSLOTH,
+    table=replace(
+        UNSLOTH.table,
+        title=TRL.title,
+        version=TRL.version,
+        rows={key: replace(row, default=None) for key, row in UNSLOTH.table.rows.items()},
+        assumed={"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
+    ),
+)
+"""A script of TRL's trainers: the calls without Unsloth's defaults; an adapter has those of PEFT 0.18."""
 
 TOOLS: dict[str, Tool] = {tool.name: tool for tool in (TRL, AXOLOTL, LLAMAFACTORY, UNSLOTH, VERL)}
 """Every tool by its name."""
@@ -161,7 +173,7 @@ def _script(
         config["unsloth"] = True
     elif used is UNSLOTH:
         # The same calls without Unsloth's own are a script of TRL, and are called so.
-        used = replace(UNSLOTH, title=TRL.title, version=TRL.version)
+        used = SCRIPT
     return Foreign(used, config, method or found, processes or 1, path.name)
 
 
@@ -220,7 +232,7 @@ def _switches(keys: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Keys of a command; `--no_x`, which transformers' parser has for every switch, is `x: false`."""
     for key, value in keys.items():
         off = key.removeprefix("no_")
-        is_off = off != key and value is True and key not in TRL_KEYS and off in TRL_KEYS
+        is_off = off != key and value is True and key not in table("trl") and off in table("trl")
         yield (off, False) if is_off else (key, value)
 
 

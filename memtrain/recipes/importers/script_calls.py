@@ -9,7 +9,7 @@ from typing import Any, cast
 from memtrain.errors import RecipeError
 from memtrain.recipes.importers.python_script import Call, Computed, calls_of
 from memtrain.recipes.importers.script_arguments import MISSING
-from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
+from memtrain.recipes.peers.table import table
 
 LOAD, ADAPT, DATASET = "from_pretrained", "get_peft_model", "load_dataset"
 """Calls whose arguments are keys of these sections."""
@@ -66,7 +66,7 @@ OWN_CODE = (
 )
 """Arguments of a trainer that are code of the script."""
 
-_OF_TRAINERS = {*TRL_KEYS, "max_seq_length"} - {"reward_funcs"}
+_OF_TRAINERS = {*table("trl").rows, "max_seq_length"} - {"reward_funcs"}
 """Arguments of a trainer that are keys of its configuration; earlier trainers had many."""
 
 _GIVEN = {

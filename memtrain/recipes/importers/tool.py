@@ -5,27 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
-from memtrain.recipes.trl.rules import Automatic, ReadTogether, RecipeKey, Rule, Unmapped
+from memtrain.recipes.peers.table import Row, Same, Table, table
 from memtrain.recipes.trl.translation import Lost
-
-
-@dataclass(frozen=True, slots=True)
-class TrlKey:
-    """The value is that of a key of TRL, whose rule then applies.
-
-    `values`: other words for its values; a value that maps to None is left out.
-    """
-
-    key: str
-    values: Mapping[object, object] = field(default_factory=dict[object, object])
-
-
-ToolRule = TrlKey | Rule
 
 
 @dataclass(slots=True)
@@ -94,29 +78,34 @@ class ToolReading:
 class Tool:
     """Tool whose configurations are read."""
 
-    name: str
-    """Name, as `--tool` takes it."""
-    title: str
-    """Name, as people write it."""
-    version: str
-    """Of the schema that the table was held against."""
-    keys: Mapping[str, ToolRule]
-    """The table; a key with `*` stands for all that it matches."""
+    table: Table
     read: Callable[[ToolReading], None]
     """Reading of keys that mean something together; sets the method."""
-    defaults: Mapping[str, Any]
-    """Defaults of the tool in TRL's words, where TRL takes something else."""
     takes_trl: bool = False
     """Keys of transformers and TRL are keys of it too."""
 
-    def rule(self, key: str) -> ToolRule | None:
-        """The rule of a key; None for an unknown key."""
-        if key in self.keys:
-            return self.keys[key]
-        pattern = next((one for one in self.keys if "*" in one and fnmatchcase(key, one)), None)
-        if pattern is not None:
-            return self.keys[pattern]
-        return TrlKey(key) if self.takes_trl and key in TRL_KEYS else None
+    @property
+    def name(self) -> str:
+        """Name, as `--tool` takes it."""
+        return self.table.name
+
+    @property
+    def title(self) -> str:
+        """Name, as people write it."""
+        return self.table.title
+
+    @property
+    def version(self) -> str:
+        """Of the schema that the table was held against."""
+        return self.table.version
+
+    def row(self, key: str) -> Row | None:
+        """The row of a key; None for an unknown key."""
+        trl = table("trl")
+        found = None if self.table is trl else self.table.row(key)
+        if found is None and self.takes_trl and (found := trl.row(key)) is not None:
+            return found if found.group == "engine" else Row(key, found.heading, trl=key)
+        return found
 
 
 def read_keys(
@@ -130,40 +119,30 @@ def read_keys(
     for key, value in config.items():
         _one(tool, reading, key, value)
     tool.read(reading)
-    for key, value in tool.defaults.items():
-        if key not in reading.trl:
-            reading.trl[key] = value
-            reading.assumed.add(key)
+    if tool.table is not table("trl"):
+        for key, value in tool.table.defaults(reading.method).items():
+            if key not in reading.trl:
+                reading.trl[key] = value
+                reading.assumed.add(key)
     return reading
 
 
 def _one(tool: Tool, reading: ToolReading, key: str, value: object) -> None:
-    match tool.rule(key):
-        case TrlKey(key=name, values=values):
-            taken = _word(value, values)
-            if taken is not None:
-                reading.set_trl(name, taken, key)
-        case RecipeKey(key=name, values=values):
-            taken = _word(value, values)
-            if taken is not None:
-                reading.set_recipe(name, taken)
-        case Unmapped(why=why, harmless=harmless):
-            if not any(type(one) is type(value) and one == value for one in (*harmless, "", None)):
-                reading.lose(key, why)
-        case Automatic() | ReadTogether():
-            pass
-        case None:
-            if value is None:
-                return  # Nothing is written there.
-            near = difflib.get_close_matches(key, tool.keys, n=1)
-            asks = f"; did you mean {near[0]}?" if near else ""
-            reading.lose(key, f"not a known key of {tool.title}{asks}")
-
-
-def _word(value: object, values: Mapping[object, object]) -> object:
-    if value == "":
-        return None
-    for old, new in values.items():
-        if isinstance(old, bool) is isinstance(value, bool) and old == value:
-            return new
-    return value
+    row = tool.row(key)
+    if row is None:
+        if value is None:
+            return  # Nothing is written there.
+        near = difflib.get_close_matches(key, tool.table.rows, n=1)
+        asks = f"; did you mean {near[0]}?" if near else ""
+        reading.lose(key, f"not a known key of {tool.title}{asks}")
+    elif row.lost:
+        if not row.group and not row.is_harmless(value):
+            reading.lose(key, row.lost)
+    elif row.is_carried and value != "":
+        taken = row.taken(value)
+        if taken is Same or taken is None:
+            return
+        if row.trl:
+            reading.set_trl(row.trl, taken, key)
+        else:
+            reading.set_recipe(row.to, taken)

@@ -5,135 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from memtrain.recipes.importers.engines import ARGUMENTS, trainers_engine
+from memtrain.recipes.importers.engines import trainers_engine
 from memtrain.recipes.importers.positions import scale_positions
 from memtrain.recipes.importers.python_script import Computed
-from memtrain.recipes.importers.script_calls import ADAPT, DATASET, LOAD, OWN_CODE, OWN_DEFAULTS
-from memtrain.recipes.importers.tool import Tool, ToolReading, ToolRule, TrlKey
-from memtrain.recipes.trl.rules import Automatic, ReadTogether, Unmapped
-
-_SEED = Automatic("`train.seed` is for everything")
-_KERNELS = Automatic("the plan chooses kernels and strategies")
-_OWN_LOADING = (
-    "auto_model",
-    "disable_log_stats",
-    "fix_tokenizer",
-    "float8_kv_cache",
-    "fullgraph",
-    "max_lora_rank",
-    "random_state",
-    "return_logits",
-    "text_only",
-    "token",
-    "unsloth_force_compile",
-    "unsloth_tiled_mlp",
-    "use_exact_model_name",
-)
-LOADING = (
-    "bnb_4bit_compute_dtype",
-    "bnb_4bit_use_double_quant",
-    "cache_dir",
-    "force_download",
-    "ignore_mismatched_sizes",
-    "local_files_only",
-    "low_cpu_mem_usage",
-    "max_memory",
-    "num_labels",
-    "offload_folder",
-    "offload_state_dict",
-    "pad_token_id",
-    "proxies",
-    "resume_download",
-    "return_dict",
-    "use_auth_token",
-    "use_cache",
-    "use_flash_attention_2",
-    "use_safetensors",
-)
-"""Arguments of transformers' `from_pretrained` that say nothing of the training."""
-
-_PARTS = Unmapped("some layers or parts of the model adapted, others not")
-_OWN_VLLM = ReadTogether()
-
-KEYS: dict[str, ToolRule] = {
-    f"{LOAD}.model_name": TrlKey("model_name_or_path"),
-    f"{LOAD}.max_seq_length": TrlKey("max_length"),
-    f"{LOAD}.dtype": TrlKey("dtype"),
-    f"{LOAD}.load_in_4bit": ReadTogether(),
-    f"{LOAD}.load_in_8bit": ReadTogether(),
-    f"{LOAD}.load_in_16bit": ReadTogether(),
-    f"{LOAD}.full_finetuning": ReadTogether(),
-    f"{LOAD}.trust_remote_code": TrlKey("trust_remote_code"),
-    f"{LOAD}.use_gradient_checkpointing": ReadTogether(),
-    f"{LOAD}.revision": TrlKey("model_revision"),
-    f"{LOAD}.rope_scaling": ReadTogether(),
-    f"{LOAD}.resize_model_vocab": Unmapped("another vocabulary: change tokenizer and model first"),
-    f"{LOAD}.offload_embedding": Unmapped("an embedding kept on the host"),
-    f"{LOAD}.load_in_fp8": Unmapped("FP8 weights"),
-    f"{LOAD}.qat_scheme": Unmapped("quantization-aware training"),
-    f"{LOAD}.float32_mixed_precision": ReadTogether(),
-    f"{LOAD}.fast_inference": _OWN_VLLM,
-    f"{LOAD}.gpu_memory_utilization": _OWN_VLLM,
-    f"{LOAD}.unsloth_vllm_standby": _OWN_VLLM,
-    f"{LOAD}.target_parameters": TrlKey("lora_target_parameters"),
-    f"{LOAD}.attn_implementation": TrlKey("attn_implementation"),
-    f"{LOAD}.torch_dtype": TrlKey("dtype"),
-    f"{LOAD}.device_map": ReadTogether(),
-    **{f"{LOAD}.{key}": _KERNELS for key in (*_OWN_LOADING, *LOADING)},
-    f"{LOAD}.bnb_4bit_quant_type": Unmapped("weights in 4 bits are NF4 (`model.quantize`)", (None, "nf4")),
-    f"{LOAD}.quantization_config": Unmapped("weights are quantized by bitsandbytes alone (`model.quantize`)"),
-    **dict.fromkeys((f"{LOAD}.whisper_language", f"{LOAD}.whisper_task"), Unmapped("audio rows")),
-    f"{ADAPT}.r": TrlKey("lora_r"),
-    f"{ADAPT}.target_modules": TrlKey("lora_target_modules"),
-    f"{ADAPT}.lora_alpha": TrlKey("lora_alpha"),
-    f"{ADAPT}.lora_dropout": TrlKey("lora_dropout"),
-    f"{ADAPT}.use_rslora": TrlKey("use_rslora"),
-    f"{ADAPT}.use_dora": TrlKey("use_dora"),
-    f"{ADAPT}.modules_to_save": TrlKey("lora_modules_to_save"),
-    f"{ADAPT}.use_gradient_checkpointing": ReadTogether(),
-    f"{ADAPT}.bias": Unmapped("biases of an adapter", (None, "none")),
-    f"{ADAPT}.random_state": _SEED,
-    f"{ADAPT}.max_seq_length": ReadTogether(),
-    f"{ADAPT}.loftq_config": Unmapped("LoRA begins at zero", (None, {})),
-    f"{ADAPT}.init_lora_weights": Unmapped("LoRA begins at zero", (None, True)),
-    f"{ADAPT}.target_parameters": TrlKey("lora_target_parameters"),
-    **dict.fromkeys(
-        (
-            f"{ADAPT}.layers_to_transform",
-            f"{ADAPT}.layers_pattern",
-            f"{ADAPT}.finetune_last_n_layers",
-        ),
-        _PARTS,
-    ),
-    **dict.fromkeys(
-        (
-            f"{ADAPT}.finetune_attention_modules",
-            f"{ADAPT}.finetune_language_layers",
-            f"{ADAPT}.finetune_mlp_modules",
-        ),
-        Unmapped("`model.adapter.target_modules` names what is adapted", (None, True)),
-    ),
-    **dict.fromkeys(
-        (f"{ADAPT}.finetune_audio_layers", f"{ADAPT}.finetune_vision_layers"),
-        Automatic("only the text part of a model is trained"),
-    ),
-    f"{ADAPT}.qat_scheme": Unmapped("quantization-aware training"),
-    **dict.fromkeys(
-        (f"{ADAPT}.{key}" for key in ("ensure_weight_tying", "task_type", "temporary_location", "used")),
-        _KERNELS,
-    ),
-    **ARGUMENTS,
-    "dataset_text_field": TrlKey("dataset_text_field"),
-    "load_dataset": ReadTogether(),
-    "reward_model_name_or_path": TrlKey("reward_model_name_or_path"),
-    "ref_model": ReadTogether(),
-    **{f"trainer.{key}": Unmapped("code of the script") for key in OWN_CODE},
-    "trainer.reward_funcs": Unmapped(
-        "functions of the script: write them to a file, and name them in rewards.functions "
-        "(`my_rewards.py:NAME`)"
-    ),
-}
-"""Arguments of Unsloth's two calls; arguments of the trainer's configuration are TRL's."""
+from memtrain.recipes.importers.script_calls import ADAPT, DATASET, LOAD, OWN_DEFAULTS
+from memtrain.recipes.importers.tool import Tool, ToolReading
+from memtrain.recipes.peers.table import table
 
 
 def read(reading: ToolReading) -> None:
@@ -255,18 +132,4 @@ def _sources(files: Any) -> list[dict[str, object]]:
     return [{"source": str(one)} for one in cast(list[object], files)] if isinstance(files, list) else []
 
 
-for _key in ("name", "split", "data_files"):
-    KEYS[f"{DATASET}.{_key}"] = ReadTogether()
-KEYS[OWN_DEFAULTS] = ReadTogether()
-KEYS["unsloth"] = Automatic("the tool itself")
-
-UNSLOTH = Tool(
-    name="unsloth",
-    title="Unsloth",
-    version="2026.10",
-    keys=KEYS,
-    read=read,
-    defaults={"learning_rate": 5e-5, "lora_alpha": 16, "lora_r": 16, "lora_dropout": 0.0},
-    takes_trl=True,
-)
-"""Unsloth's calls as of 2026-08-22; where no adapter is made, TRL's own."""
+UNSLOTH = Tool(table("unsloth"), read, takes_trl=True)

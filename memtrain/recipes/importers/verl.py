@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from memtrain.errors import RecipeError
 from memtrain.recipes.importers.tool import Tool, ToolReading
-from memtrain.recipes.importers.verl_keys import KEYS
+from memtrain.recipes.peers.table import table
 
 _AR = "actor_rollout_ref"
 METHODS = {"grpo": "grpo", "grpo_passk": "grpo", "rloo": "rloo", "reinforce_plus_plus_baseline": "grpo"}
@@ -207,27 +207,4 @@ def _run(reading: ToolReading) -> None:
         reading.set_trl("report_to", kept, "trainer.logger")
 
 
-VERL = Tool(
-    name="verl",
-    title="verl",
-    version="b178a3cd of 2026-01-29",
-    keys=KEYS,
-    read=read,
-    defaults={
-        "gradient_checkpointing": True,
-        "learning_rate": 1e-6,
-        "weight_decay": 0.01,
-        "lr_scheduler_type": "constant",
-        "num_train_epochs": 30,
-        "temperature": 1.0,
-        "lora_alpha": 16,
-        "lora_dropout": 0.0,
-        "max_completion_length": 512,
-        "max_prompt_length": 512,
-        "num_generations": 1,
-        "dtype": "float32",
-        "vllm_importance_sampling_correction": False,
-        "use_bias_correction_kl": False,
-    },
-)
-"""verl's FSDP trainers."""
+VERL = Tool(table("verl"), read)

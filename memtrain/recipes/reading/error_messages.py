@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 
+from memtrain.recipes.peers.hints import renamed_value, words_of_values
 from memtrain.recipes.reading.field_docs import sentences_of
 from memtrain.recipes.reading.field_types import (
     Annotation,
@@ -17,7 +18,6 @@ from memtrain.recipes.reading.field_types import (
     readers,
     section_of,
 )
-from memtrain.recipes.reading.renamed_keys import RENAMED_VALUES, renamed_value
 from memtrain.recipes.reading.yaml_tree import Items, Mapping, Node, Path, dotted, plain
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import nearest_methods
@@ -113,7 +113,7 @@ def _kind_in(section: type[Section], value: object) -> str | None:
         return None
     words = [
         new
-        for key, olds in RENAMED_VALUES.items()
+        for key, olds in words_of_values().items()
         if key.endswith(".kind")
         for old, new in olds.items()
         if old == value

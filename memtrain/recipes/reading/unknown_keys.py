@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memtrain.recipes.peers.hints import hints
 from memtrain.recipes.reading.field_types import every_key
-from memtrain.recipes.reading.renamed_keys import IN_SECTION, RENAMED_KEYS
 from memtrain.recipes.reading.yaml_tree import Path, dotted
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.sections.base import Section
@@ -41,7 +41,8 @@ def unknown_key(
         fix = "write the number before it without a comma, which ends a value within { }: 2048, not 2,048"
         return Unknown(f"{shown}: a number in place of a key", fix, ())
     here = dotted(tuple(part for part in (*path, key) if not isinstance(part, int)))
-    old = IN_SECTION.get(here) or RENAMED_KEYS.get(key) or RENAMED_KEYS.get(key.lower().replace("-", "_"))
+    known = hints()
+    old = known.get(here) or known.get(key) or known.get(key.lower().replace("-", "_"))
     if old is not None:
         fix = old if old.startswith("remove") else f"write {old}"
         return Unknown(f"{shown}: not a key of memtrain", fix, tuple(re.findall(r"`([\w.]+)", old)))
@@ -53,9 +54,9 @@ def unknown_key(
     near = difflib.get_close_matches(key.lower(), legal, n=2, cutoff=0.6)
     by_leaf = {name.split(".")[-1]: name for name in reversed(every_key(Recipe))}
     leaves = difflib.get_close_matches(key.lower(), by_leaf, n=2, cutoff=0.75)
-    other = difflib.get_close_matches(key.lower(), RENAMED_KEYS, n=1, cutoff=0.8)
+    other = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.8)
     if other and _likeness(key, other[0]) > max((_likeness(key, one) for one in (*near, *leaves)), default=0):
-        advice = RENAMED_KEYS[other[0]]
+        advice = known[other[0]]
         # Another tool's word that only looks alike: a guess, and told as one.
         fix = f"did you mean '{other[0]}'? "
         fix += f"R{advice[1:]}" if advice.startswith("remove") else f"Write {advice}"

@@ -9,7 +9,7 @@ from memtrain.recipes.trl.translation import Translation
 def batch(made: Translation) -> None:
     """Rows of a step: a device's rows x accumulation x devices; completions for GRPO and RLOO."""
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    rows, accumulation = made.get(keys[0], 8), made.get(keys[1], 1)
+    rows, accumulation = made.get(keys[0]), made.get(keys[1])
     if not isinstance(rows, int) or not isinstance(accumulation, int):
         return
     comment = f"{rows} a device x {accumulation} accumulated x {made.processes} processes"
@@ -32,7 +32,7 @@ def batch(made: Translation) -> None:
 
 def _whole_groups(made: Translation, step: int) -> int:
     """The completions of a step, up to the next whole number of groups."""
-    group = made.get("num_generations", 8)
+    group = made.get("num_generations")
     if not isinstance(group, int) or group < 1 or step % group == 0:
         return step
     whole = (step // group + 1) * group

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any, cast, get_args
 
-from memtrain.recipes.reading.renamed_keys import RENAMED_VALUES
+from memtrain.recipes.peers.hints import renamed_value
 from memtrain.recipes.sections.optim import OptimizerKind
 from memtrain.recipes.trl.batches import batch
 from memtrain.recipes.trl.sampling import ONLINE, sampling
@@ -22,14 +22,14 @@ def steps(made: Translation) -> None:
     if isinstance(most, int) and most > 0:
         made.set("train.max_steps", most)
     else:
-        made.set("train.epochs", made.get("num_train_epochs", 3), of=["num_train_epochs"])
+        made.set("train.epochs", made.get("num_train_epochs"), of=["num_train_epochs"])
 
 
 def schedule(made: Translation) -> None:
     """The schedule and its warm-up; TRL's default is linear without any."""
     key = "lr_scheduler_type"
-    kind = made.get(key, "linear")
-    ours = RENAMED_VALUES["optim.schedule"].get(kind, kind)
+    kind = made.get(key)
+    ours = renamed_value("optim.schedule", kind) or kind
     if ours in ("constant", "linear", "cosine", "wsd"):
         made.set("optim.schedule", ours, of=[key])
     else:
@@ -41,7 +41,7 @@ def schedule(made: Translation) -> None:
         made.set("optim.min_lr_ratio", more.pop("min_lr") / made.config["learning_rate"])
     if more:
         made.lose("lr_scheduler_kwargs", f"of the schedule's arguments: {', '.join(more)}")
-    ratio, warmup = made.config.get("warmup_ratio"), made.get("warmup_steps", 0)
+    ratio, warmup = made.config.get("warmup_ratio"), made.get("warmup_steps")
     if isinstance(warmup, float) and 0 < warmup < 1:
         ratio = warmup
     if ratio:
@@ -52,14 +52,14 @@ def schedule(made: Translation) -> None:
 
 def optimizer(made: Translation) -> None:
     """Kind and betas."""
-    kind = str(made.get("optim", "adamw_torch_fused"))
-    name = kind if kind in get_args(OptimizerKind) else RENAMED_VALUES["optim.kind"].get(kind)
+    kind = str(made.get("optim"))
+    name = kind if kind in get_args(OptimizerKind) else renamed_value("optim.kind", kind)
     if name is None:
         made.lose("optim", "the optimizers are adamw, adamw_8bit, paged_adamw, adafactor, muon and sgd")
     elif name != "adamw":
         made.set("optim.kind", name)
     if "adam_beta1" in made.config or "adam_beta2" in made.config:
-        made.set("optim.betas", [made.get("adam_beta1", 0.9), made.get("adam_beta2", 0.999)])
+        made.set("optim.betas", [made.get("adam_beta1"), made.get("adam_beta2")])
     if "label_smoothing_factor" in made.config:
         if made.method == "sft":
             made.set("sft.label_smoothing", made.config["label_smoothing_factor"])
@@ -123,9 +123,9 @@ def adapter(made: Translation) -> None:
             if key in made.config:
                 made.lose(key, "use_peft is not true: TRL trains every weight and reads it nowhere")
         return
-    made.set("model.adapter.r", made.get("lora_r", 16), of=["lora_r"])
-    made.set("model.adapter.alpha", made.get("lora_alpha", 32), of=["lora_alpha"])
-    dropout = made.get("lora_dropout", 0.05)
+    made.set("model.adapter.r", made.get("lora_r"), of=["lora_r"])
+    made.set("model.adapter.alpha", made.get("lora_alpha"), of=["lora_alpha"])
+    dropout = made.get("lora_dropout")
     if made.method in _NO_DROPOUT and made.get("disable_dropout", True):
         made.set("model.adapter.dropout", 0.0, comment="TRL's disable_dropout")
     else:
@@ -187,8 +187,8 @@ def data(made: Translation) -> None:
     evaluated = made.get(
         "eval_strategy", made.get("evaluation_strategy", "no")
     ) != "no" and not made.config.get("test_split_size")
-    held = {**source, "split": made.get("dataset_test_split", "test")}
-    split = made.get("dataset_train_split", "train")
+    held = {**source, "split": made.get("dataset_test_split")}
+    split = made.get("dataset_train_split")
     train = source if split == "train" else {**source, "split": split}
     made.set("data.train", name if train == {"source": name} else [train])
     if evaluated:
@@ -222,7 +222,7 @@ def lengths(made: Translation) -> None:
     if made.config.get("packing") and made.method == "distill":
         made.lose("packing", "TRL's GKD packs no rows")
     elif made.config.get("packing"):
-        made.set("length.packing", made.get("packing_strategy", "bfd"))
+        made.set("length.packing", made.get("packing_strategy"))
     if made.method in ONLINE:
         made.set("length.max_length", None, comment="TRL cuts no prompt")
     if made.config.get("max_prompt_length") is not None:
@@ -246,9 +246,9 @@ def evaluation(made: Translation) -> None:
 
 def saving(made: Translation) -> None:
     """Every 500 steps, and all of them, where nothing is written."""
-    strategy = made.get("save_strategy", "steps")
+    strategy = made.get("save_strategy")
     if strategy == "steps":
-        every = made.get("save_steps", 500)
+        every = made.get("save_steps")
         if isinstance(every, float) and every < 1:
             made.lose("save_steps", "a share of all steps; write their number to save.every_steps")
         else:
@@ -304,7 +304,7 @@ def devices(made: Translation) -> None:
 
 def losses(made: Translation) -> None:
     """The loss, by method."""
-    if made.method == "grpo" and made.get("beta", 0.0) and made.get("use_bias_correction_kl", True):
+    if made.method == "grpo" and made.get("beta", 0.0) and made.get("use_bias_correction_kl"):
         made.set("grpo.unbiased_kl", True, of=["use_bias_correction_kl"])
     kind = made.config.get("loss_type")
     if kind is None:

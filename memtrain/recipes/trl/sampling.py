@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memtrain.recipes.trl.keys import VLLM
+from memtrain.recipes.peers.table import table
 from memtrain.recipes.trl.translation import Translation
 
 ONLINE = ("grpo", "rloo", "ppo")
@@ -11,7 +11,7 @@ ONLINE = ("grpo", "rloo", "ppo")
 
 def sampling(made: Translation) -> None:
     """Sampler of the completions: vLLM as a process of the run, or a server that is there."""
-    written = [key for key in VLLM if key.startswith("vllm_") and key in made.config]
+    written = [key for key in table("trl").rows if key.startswith("vllm_") and key in made.config]
     if made.config.get("ds3_gather_for_generation") is False:
         made.lose(
             "ds3_gather_for_generation",
@@ -22,29 +22,21 @@ def sampling(made: Translation) -> None:
             made.lose(key, "use_vllm is not true: TRL reads it nowhere")
         return
     made.set("generate.backend", "vllm")
-    if made.get("vllm_mode", "colocate") == "server":
-        host, port = made.get("vllm_server_host", "0.0.0.0"), made.get("vllm_server_port", 8000)
+    if made.get("vllm_mode") == "server":
+        host, port = made.get("vllm_server_host"), made.get("vllm_server_port")
         address = made.get("vllm_server_base_url", f"http://{host}:{port}")
         made.set("generate.vllm.server", str(address).replace("//0.0.0.0", "//localhost"))
         made.notes.append(
             "TRL's server is `trl vllm-serve`; here it is vLLM's own, started as docs/generation.md says"
         )
     else:
-        made.set("generate.vllm.memory_share", made.get("vllm_gpu_memory_utilization", 0.3), of=written[:0])
-        made.set("generate.vllm.sleep", "level2" if made.get("vllm_enable_sleep_mode", False) else "off")
+        made.set("generate.vllm.memory_share", made.get("vllm_gpu_memory_utilization"), of=written[:0])
+        made.set("generate.vllm.sleep", "level2" if made.get("vllm_enable_sleep_mode") else "off")
     _mismatch(made)
     for key in written:
-        if key in NO_VLLM_KEY and made.config[key] not in (None, 1, "vllm"):
-            made.lose(key, NO_VLLM_KEY[key])
-
-
-NO_VLLM_KEY = {
-    "vllm_model_impl": "vLLM's own models are taken",
-    "vllm_structured_outputs_regex": "guided decoding",
-    "vllm_max_model_length": "it follows from the rows and `generate.max_tokens`",
-    "vllm_tensor_parallel_size": "vLLM runs on one device for each process of the run",
-}
-"""Keys of vLLM without a counterpart, and why."""
+        row = table("trl").rows[key]
+        if row.lost and not row.is_harmless(made.config[key]):
+            made.lose(key, row.lost)
 
 
 def _mismatch(made: Translation) -> None:
@@ -58,13 +50,11 @@ def _mismatch(made: Translation) -> None:
             "TRL does"
         )
         return
-    if not made.get("vllm_importance_sampling_correction", True):
+    if not made.get("vllm_importance_sampling_correction"):
         made.set("grpo.importance_correction", "none", of=["vllm_importance_sampling_correction"])
         return
     of = ["vllm_importance_sampling_mode"]
-    made.set("grpo.importance_correction", made.get(of[0], "sequence_mask"), of=of)
+    made.set("grpo.importance_correction", made.get(of[0]), of=of)
     made.set("grpo.importance_correction_min", made.config.get("vllm_importance_sampling_clip_min"), of=of)
-    highest = made.config.get("vllm_importance_sampling_cap") or made.get(
-        "vllm_importance_sampling_clip_max", 3.0
-    )
+    highest = made.config.get("vllm_importance_sampling_cap") or made.get("vllm_importance_sampling_clip_max")
     made.set("grpo.importance_correction_max", highest, of=of)

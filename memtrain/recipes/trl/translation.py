@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from memtrain.recipes.peers.table import table
+
 TRLS_DEFAULT = "TRL's default"
 """The comment beside a value that nobody wrote."""
 
@@ -34,10 +36,12 @@ class Translation:
     default_words: str = TRLS_DEFAULT
     """The comment beside a value that nobody wrote."""
 
-    def get(self, key: str, default: Any) -> Any:
-        """The value that TRL would take."""
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value that TRL would take: what is written, `default`, or the default of the table."""
         value = self.config.get(key)
-        return default if value is None else value
+        if value is None:
+            value = default
+        return table("trl").default(key, self.method) if value is None else value
 
     def set(self, key: str, value: object, *, of: Sequence[str] = (), comment: str = "") -> None:
         """Write a value; where none of the keys `of` is in the file, it is TRL's default."""

@@ -12,7 +12,8 @@ from memtrain.memory.estimate.pricing import MARGIN_SHARE
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.units import GIB
 from memtrain.recipes.importers.importing import TOOLS, Foreign, read_foreign
-from memtrain.recipes.importers.own_changes import SEGMENTS, changes_of
+from memtrain.recipes.importers.own_changes import changes_of
+from memtrain.recipes.peers.savings import SEGMENTS
 from memtrain.recipes.reading.load import load_text
 
 FULL = {

@@ -1,64 +1,25 @@
-"""Every key of every tool's own schema has a rule, and every rule leads to a key that is there.
+"""Every key of every tool's own schema has a row, and every row leads to a key that is there.
 
 The keys were recorded by `benchmarks/record_tool_fields.py`, with their source and commit.
 """
 
+import inspect
 import json
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 from memtrain.recipes.importers.importing import TOOLS
 from memtrain.recipes.importers.own_changes import changes_of
-from memtrain.recipes.importers.script_calls import OWN_CODE
-from memtrain.recipes.importers.tool import TrlKey
-from memtrain.recipes.importers.unsloth import LOADING
-from memtrain.recipes.trl.keys import KEYS as TRL_KEYS
-from memtrain.recipes.trl.rules import RecipeKey
+from memtrain.recipes.peers.savings import KINDS
+from memtrain.recipes.peers.table import tables
+from memtrain.recipes.trl import groups
+from memtrain.recipes.trl.distillation import distillation
 from memtrain.recipes.trl.writing import default_of
 
 DATA = Path(__file__).parents[1] / "data"
+TRL = TOOLS["trl"].table
 OTHERS = [name for name in TOOLS if name != "trl"]
-
-BESIDE_THE_SCHEMA = {
-    "axolotl": {"model_type", "swanlab_*", "use_swanlab"},
-    "llamafactory": {
-        "num_train_epochs",
-        "deepspeed",
-        "fsdp",
-        "fsdp_config",
-        "predict_with_generate",
-        "lora_modules_to_save",
-    },
-    "unsloth": {
-        "from_pretrained.unsloth_vllm_standby",
-        "from_pretrained.attn_implementation",
-        "from_pretrained.torch_dtype",
-        "get_peft_model.use_dora",
-        "dataset_text_field",
-        "load_dataset",
-        "load_dataset.name",
-        "load_dataset.split",
-        "load_dataset.data_files",
-        "script.defaults",
-        "deepspeed",
-        "fsdp",
-        "fsdp_config",
-        "fsdp_transformer_layer_cls_to_wrap",
-        "vllm_device",
-        "ref_model",
-        "reward_model_name_or_path",
-        "unsloth",
-        "from_pretrained.bnb_4bit_quant_type",
-        "from_pretrained.quantization_config",
-        "get_peft_model.used",
-        *(f"from_pretrained.{key}" for key in LOADING),
-        *(f"trainer.{key}" for key in OWN_CODE),
-    },
-    "verl": {"actor_rollout_ref.actor.optim.lr_scheduler", "ray_init.*", "profiler*"},
-}
-"""Keys of earlier versions, of transformers, and of the calls beside the tool's own."""
 
 
 def recorded(name: str) -> set[str]:
@@ -67,27 +28,33 @@ def recorded(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_key_of_the_schema_has_a_rule(name: str):
-    assert [key for key in recorded(name) if TOOLS[name].rule(key) is None] == []
+def test_every_key_of_the_schema_has_a_row(name: str):
+    assert [key for key in recorded(name) if TOOLS[name].row(key) is None] == []
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_rule_is_of_a_key_that_the_tool_has(name: str):
-    fields = recorded(name)
-    stale = {key for key in TOOLS[name].keys if not any(fnmatchcase(field, key) for field in fields)}
-    assert stale == BESIDE_THE_SCHEMA[name]
+def test_every_row_leads_to_a_key_that_is_there():
+    for one in tables():
+        for key, row in one.rows.items():
+            if row.to and "{" not in row.to:
+                default_of(row.to)
+            assert not row.trl or row.trl in TRL.rows, key
+            assert one.name != "trl" or not row.trl, key
+        assert set(one.assumed) <= set(TRL.rows)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_rule_leads_to_a_key_that_is_there(name: str):
-    tool = TOOLS[name]
-    assert [
-        key for key, rule in tool.keys.items() if isinstance(rule, TrlKey) and rule.key not in TRL_KEYS
-    ] == []
-    assert [key for key in tool.defaults if key not in TRL_KEYS] == []
-    for rule in tool.keys.values():
-        if isinstance(rule, RecipeKey):
-            default_of(rule.key)
+def test_every_group_is_a_function_that_reads_it():
+    """`with` names a function of the tool's module, or of TRL's groups."""
+    for name, tool in TOOLS.items():
+        there = set(vars(inspect.getmodule(tool.read)))
+        if name == "trl":
+            there = {one.__name__ for one in (*groups.ALL, distillation)} | {"engine"}
+        named = {row.group for row in tool.table.rows.values()} - {""}
+        assert {one for one in named if one not in there and f"_{one}" not in there} == set(), name
+
+
+def test_every_change_that_saves_memory_is_of_a_known_kind():
+    kinds = {saving.change for one in tables() for row in one.rows.values() for saving in row.saves}
+    assert kinds | {"segments"} == set(KINDS)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -114,21 +81,20 @@ WRITTEN = {
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
 def test_every_key_that_a_rescue_changes_is_of_the_tools_own_schema(name: str, method: str):
     """A change that the tool does not know would be read over, or end the run."""
-    known = set(TRL_KEYS) | {"accelerate_config"} if name == "trl" else recorded(name) | {"deepspeed"}
-    known |= set(TRL_KEYS) if TOOLS[name].takes_trl else set()
+    known = set(TRL.rows) if TOOLS[name].takes_trl else recorded(name) | {"deepspeed"}
+    known |= recorded(name) if name != "trl" else set()
     known |= {"from_pretrained.unsloth_vllm_standby"} if name == "unsloth" else set()
     for config in WRITTEN[name]:
         for change in changes_of(name, method, 8):
             edited = change.edit(config)
             assert set(edited) <= known, edited
             for key in edited:
-                rule = TOOLS[name].rule(key)
-                assert rule is not None or (name == "trl" and key in TRL_KEYS), key
+                assert TOOLS[name].row(key) is not None, key
 
 
 def test_a_script_has_the_changes_of_trl_with_its_own_keys():
     edits = [change.edit({}) for change in changes_of("unsloth", "dpo", 4, is_script=True)]
     keys = {key for edit in edits for key in edit}
     assert {"accelerate_config", "precompute_ref_log_probs", "activation_offloading"} <= keys
-    assert {"get_peft_model.r", "from_pretrained.load_in_4bit", "gradient_checkpointing"} <= keys
+    assert {"get_peft_model.r", "from_pretrained.load_in_4bit", "use_liger_kernel"} <= keys
     assert "use_peft" not in keys
