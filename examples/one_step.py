@@ -22,6 +22,7 @@ import torch
 from memtrain.cli.plan.make_plan import make_plan
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.reading.load import load_recipe
+from memtrain.trainers.batches.prompt_batches import PromptFeed
 from memtrain.trainers.build.components import Built, build
 from memtrain.trainers.memory_meter.phase_watch import MemoryWatch
 from memtrain.trainers.online.generation.backend import open_generating, sampling_of
@@ -90,6 +91,8 @@ def grpo_step(folder: Path) -> Made:
     """A step of GRPO: the model writes its rows, rewards judge them, groups give them advantages."""
     plan = planned("smoke/grpo", folder)
     built, ranks, recipe = build(plan), Ranks(), plan.recipe
+    prompts = built.train
+    assert isinstance(prompts, PromptFeed), "Rows of an online method are prompts."
     generating = open_generating(plan, built, ranks, version=lambda: 0, emit=print)
     judging = build_reward_scoring(plan, built, ranks, print)
     steps = OnlineSteps(
@@ -100,21 +103,21 @@ def grpo_step(folder: Path) -> Made:
         emit=print,
         generating=generating,
         judging=judging,
-        prompts=built.train,
-        held_out=built.eval,
+        prompts=prompts,
+        held_out=None,
         position=TrainState(),
     )
     # 1. Completions: a group of them for each prompt of the step.
     rows = [int(row) for row in steps.base.work(0, rank=0, num_ranks=1).sequences]
     count = recipe.generation.num_generations
     seeds = [derive_seed(recipe.train.seed, "completions", "rollout", 0, place) for place in range(len(rows))]
-    groups = [Group(built.train.ids(row), count, seed) for row, seed in zip(rows, seeds, strict=True)]
+    groups = [Group(prompts.ids(row), count, seed) for row, seed in zip(rows, seeds, strict=True)]
     samples = generating.all(groups, sampling_of(plan, built))
     # 2. Rewards: [answers, functions], NaN where a function gives no verdict.
-    reward_AF, _ = judging.score(built.train, rows, samples)
+    reward_AF, _ = judging.score(prompts, rows, samples)
     # 3. Advantages: the reward against the others of the group; log-probs before the update where needed.
-    prompts = [built.train.ids(row) for row in rows]
-    window = new_window(0, rows, [0] * len(rows), prompts, samples, len(judging.functions))
+    asked = [prompts.ids(row) for row in rows]
+    window = new_window(0, rows, [0] * len(rows), asked, samples, len(judging.functions))
     window.reward_AF = reward_AF
     AdvantageStep(steps.method, steps.feed, steps.passes, judging.weight_F, count).weigh(window)
     # 4. The step, as above: the answers are its rows.

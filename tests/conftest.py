@@ -6,6 +6,10 @@ import sys
 from collections.abc import Callable
 
 import pytest
+
+import memtrain  # noqa: F401  Before torch: it says how torch's threads wait, which is read once.
+
+# isort: split
 import torch
 
 torch.set_num_threads(1)
