@@ -246,9 +246,18 @@ def convert_words(folder: Path, output: Path, kind: str) -> tuple[list[str], boo
 
     Source: llama.cpp, convert_hf_to_gguf.py.
     """
-    found = next((path for name in CONVERTERS if (path := shutil.which(name))), None)
+    found = _converter()
     program = [found] if found else ["python", f"llama.cpp/{CONVERTER}"]
     return [*program, _word(folder), "--outfile", _word(output), "--outtype", kind], found is not None
+
+
+def converter_is_here() -> bool:
+    """Whether llama.cpp's converter is installed."""
+    return _converter() is not None
+
+
+def _converter() -> str | None:
+    return next((path for name in CONVERTERS if (path := shutil.which(name))), None)
 
 
 def get_converter() -> list[str]:

@@ -238,16 +238,19 @@ def test_gguf_runs_the_converter_where_it_is_installed(tmp_path: Path, monkeypat
 
     def fake(words: list[str], check: bool) -> SimpleNamespace:
         ran.append(words)
+        Path(words[3]).write_text("GGUF")
         return SimpleNamespace(returncode=len(ran) - 1)
 
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     monkeypatch.setattr("subprocess.run", fake)
+    monkeypatch.setattr("memtrain.trainers.tools.gguf_check.can_compare", lambda: False)
     out = tmp_path / "out.gguf"
     assert main(["gguf", str(run), "-o", str(out)]) == 0
     assert ran[0] == [
         *("/bin/convert_hf_to_gguf.py", str(run / "final")),
-        *("--outfile", str(out), "--outtype", "f16"),
+        *("--outfile", str(tmp_path / ".unchecked-out.gguf"), "--outtype", "f16"),
     ]
+    assert out.read_text() == "GGUF"
     assert main(["gguf", str(run), "-o", str(out)]) == 5
 
 
