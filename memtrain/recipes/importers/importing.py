@@ -23,7 +23,7 @@ from memtrain.recipes.importers.python_script import calls_of
 from memtrain.recipes.importers.script_calls import script_config
 from memtrain.recipes.importers.tool import Tool, ToolReading, read_keys
 from memtrain.recipes.importers.unsloth import UNSLOTH
-from memtrain.recipes.importers.verl import VERL
+from memtrain.recipes.importers.verl import VERL, resolved
 from memtrain.recipes.peers.table import table
 from memtrain.recipes.reading.load import load_text, read_mapping
 from memtrain.recipes.reading.regular_file import read_regular
@@ -247,7 +247,11 @@ def _foreign(
 ) -> Foreign:
     dotted = flat(config)
     found = TOOLS[tool or guess_tool({**dotted, **unset}, words, name)]
-    config = dotted if found is VERL else flat(config, only=("trl", "vllm")) if found is AXOLOTL else config
+    if found is VERL:
+        config, nowhere = resolved(dotted)
+        unset = {**unset, **nowhere}
+    elif found is AXOLOTL:
+        config = flat(config, only=("trl", "vllm"))
     if method is None and found is TRL:
         method = guess_method({**config, **unset}, words, name)
     reading = config.get("num_processes")

@@ -359,6 +359,9 @@ def _losses(reading: ToolReading) -> None:
             )
     elif beside:
         reading.lose("pref_ftx", f"{reading.method} has no part of the plain loss")
+    other = reading.get("ref_model")
+    if other is not None and other != reading.get("model_name_or_path"):
+        reading.lose("ref_model", "the reference is the model before training")
     if reading.on("use_dft_loss"):
         reading.set_recipe("sft.loss", "dft")
     if reading.method == "ppo":

@@ -166,8 +166,8 @@ class Table:
 
     def defaults(self, method: str) -> dict[str, object]:
         """The tool's defaults by TRL's keys, for a method."""
-        own = {row.trl: row.default_of(method) for row in self.rows.values() if row.trl}
-        return {key: value for key, value in own.items() if value is not None} | dict(self.assumed)
+        held = ((row.trl, row.default_of(method)) for row in self.rows.values() if row.trl)
+        return {key: value for key, value in held if value is not None} | dict(self.assumed)
 
     def sections(self) -> Iterator[tuple[str, list[Row]]]:
         """(heading, its rows)."""

@@ -41,14 +41,8 @@ def sampling(made: Translation) -> None:
 
 def _mismatch(made: Translation) -> None:
     """TRL corrects for vLLM's probabilities in GRPO alone, by default."""
-    if made.method == "ppo":
-        made.set("ppo.importance_correction", "none", comment="PPO is not corrected for vLLM's probabilities")
-        return
     if made.method != "grpo":
-        made.notes.append(
-            "TRL does not correct RLOO for vLLM's probabilities; `rloo.importance_correction: none` does as "
-            "TRL does"
-        )
+        made.set(f"{made.method}.importance_correction", "none", comment="TRL corrects GRPO alone")
         return
     if not made.get("vllm_importance_sampling_correction"):
         made.set("grpo.importance_correction", "none", of=["vllm_importance_sampling_correction"])

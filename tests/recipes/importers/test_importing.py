@@ -289,7 +289,7 @@ def test_the_tool_is_guessed(text: str, tool: str, tmp_path: Path):
         ("a.yaml", "method: sft\nmodel: {path: x}\n", "already"),
         ("a.yaml", "base_model: a/b\nrl: ebft\n", "no counterpart"),
         ("a.yaml", "model_name_or_path: a\nstage: prm\n", "stage"),
-        ("a.yaml", "algorithm: {adv_estimator: gae}\nactor_rollout_ref: {model: {path: a}}\n", "by hand"),
+        ("a.yaml", "algorithm: {adv_estimator: gpg}\nactor_rollout_ref: {model: {path: a}}\n", "gpg"),
         ("a.py", "print(1)\n", "no trainer"),
         ("a.py", "def (:\n", "not valid Python"),
         ("a.sh", "train.py --a 'open\n", "quotes"),
