@@ -324,6 +324,8 @@ def import_config(
         )
     if frees:
         _free(made, reading.processes)
+    elif reading.processes > 1 and "cluster.processes" not in made.recipe_keys:
+        made.recipe_keys["cluster.processes"] = (reading.processes, "")
     command = "rescue" if frees else "import"
     text = recipe_text(made, foreign.name, f"{tool.title}'s {reading.method}", command)
     recipe: Recipe | None = None
@@ -376,7 +378,7 @@ def translated(tool: Tool, reading: ToolReading) -> Translation:
     ]
     made.lost = [*reading.lost, *renamed]
     model = str(reading.trl.get("model_name_or_path", ""))
-    if re.search(r"(?<![a-z])(gptq|awq)(?![a-z])", model, re.I):
+    if re.search(r"(?<![a-z])(gptq|awq|aqlm|eetq|hqq)(?![a-z])", model, re.I):
         reading.notes.append(f"model.path: {model} holds rounded weights: name the model that they are of")
     made.notes = [*reading.notes, *(note.replace("TRL", tool.title) for note in made.notes)]
     made.recipe_keys = {

@@ -168,7 +168,7 @@ def _precision(reading: ToolReading) -> None:
         reading.set_recipe("optim.master_weights", False, "pure_bf16")
     elif half and (not trains_all or reading.get("deepspeed")):
         reading.set_trl("dtype", half)
-    elif not half and trains_all:
+    elif not half and trains_all and not reading.on("use_badam"):
         reading.set_trl("bf16", False)
     elif not half:
         # Without autocast frozen weights are loaded, and computed in, as the card has it.

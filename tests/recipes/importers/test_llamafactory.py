@@ -229,6 +229,7 @@ def test_a_template_is_named_where_it_is_the_same(template: str, ours: str | Non
         ("", "bfloat16"),
         ("finetuning_type: full\n", "float32"),
         ("finetuning_type: full\nbf16: true\n", "bfloat16"),
+        ("finetuning_type: full\nuse_badam: true\n", "bfloat16"),
     ],
 )
 def test_the_precision_is_the_tools(keys: str, dtype: str, tmp_path: Path):
@@ -248,6 +249,12 @@ def test_its_ppo_is_ppo(tmp_path: Path):
     made = recipe.generate
     assert (made.num_generations, made.max_tokens, made.top_p) == (1, 512, 0.9)
     assert (made.top_k, made.temperature) == (50, 0.95)
+
+
+@pytest.mark.parametrize(("keys", "processes"), [("", "auto"), ("ray_num_workers: 4\n", 4)])
+def test_devices_are_written_where_they_are_known(keys: str, processes: object, tmp_path: Path):
+    recipe, _ = of_keys(tmp_path, f"stage: sft\n{keys}")
+    assert recipe.cluster.processes == processes
 
 
 @pytest.mark.parametrize("name", ["dist_config", "kernel_config", "peft_config"])
