@@ -298,3 +298,71 @@ def test_every_key_is_on_the_page():
 def test_full_determinism_is_kept(is_asked: bool):
     """On a GPU the same recipe gives the same bits only with it."""
     assert recipe_of("sft", full_determinism=is_asked)[0].train.deterministic is is_asked
+
+
+COMMAND = "--model_name_or_path Qwen/Qwen3-0.6B --dataset_name some/rows"
+
+
+def test_a_command_trains_what_its_script_does():
+    for script, method in [
+        ("trl/scripts/sft.py", "sft"),
+        ("examples/scripts/reward_modeling.py", "reward"),
+        ("examples/scripts/gkd.py --teacher_model_name_or_path Qwen/Qwen3-4B", "distill"),
+        ("scripts/run_dpo.py", "dpo"),
+        ("scripts/orpo.py", "orpo"),
+        ("examples/scripts/cpo.py", "cpo"),
+        ("examples/scripts/gspo.py --reward_funcs my.rewards.good", "grpo"),
+    ]:
+        foreign = read_foreign(f"accelerate launch {script} {COMMAND}")
+        assert foreign.method == method, script
+        assert not imported(foreign).faults, script
+
+
+def test_a_command_of_a_trainer_that_is_not_read_is_refused():
+    """ppo, bco and their kin became sft, and online_dpo became dpo."""
+    for script in ("ppo/ppo", "prm", "bco", "nash_md", "xpo", "gold", "tpo", "sdft", "sdpo", "online_dpo"):
+        with pytest.raises(RecipeError, match="is not read"):
+            read_foreign(f"python examples/scripts/{script}.py {COMMAND}")
+
+
+def test_the_folder_and_the_keys_of_a_file_say_its_method_before_its_name(tmp_path: Path):
+    text = "model_name_or_path: a/b\ndataset_name: c/d\nper_device_train_batch_size: 2\n"
+    for folder, name, more, method in [
+        ("sft", "config_distill.yaml", "", "sft"),
+        ("orpo", "config_full.yaml", "beta: 0.05\n", "orpo"),
+        ("any", "config_distill.yaml", "", "sft"),
+        ("any", "teach.yaml", "teacher_model_name_or_path: e/f\n", "distill"),
+        ("any", "sft_then.yaml", "num_generations: 8\nreward_funcs: [m.f]\n", "grpo"),
+        ("any", "dpo.yaml", "", "dpo"),
+    ]:
+        file = tmp_path / folder / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text + more)
+        assert read_foreign(str(file), "trl").method == method, name
+    (tmp_path / "any" / "bco.yaml").write_text(text)
+    with pytest.raises(RecipeError, match="TRL's bco is not read"):
+        read_foreign(str(tmp_path / "any" / "bco.yaml"), "trl")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "loss", "weights"),
+    [
+        ("orpo", {"beta": 0.05}, ("sft", "orpo"), (1.0, 0.05)),
+        ("orpo", {}, ("sft", "orpo"), (1.0, 0.1)),
+        ("cpo", {}, ("sft", "cpo"), (1.0, 1.0)),
+        ("cpo", {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.2}, ("simpo",), ()),
+        ("cpo", {"loss_type": "simpo", "cpo_alpha": 0.3}, ("sft", "simpo"), (0.3, 1.0)),
+        ("dpo", {"rpo_alpha": 0.2}, ("sft", "sigmoid"), (0.2, 1.0)),
+    ],
+)
+def test_the_likelihood_beside_a_loss_of_pairs_keeps_its_weight(trainer: str, config, loss, weights):
+    recipe, made = recipe_of(trainer, **config)
+    assert recipe.dpo is not None
+    assert (recipe.dpo.loss, recipe.dpo.loss_weights) == (loss, weights)
+    assert recipe.dpo.simpo_gamma == config.get("simpo_gamma", 0.5)
+    assert lost(made) == set()
+
+
+def test_a_loss_of_cpo_that_is_not_here_is_refused():
+    with pytest.raises(RecipeError, match="hinge of TRL's CPO"):
+        recipe_of("cpo", loss_type="hinge")

@@ -8,7 +8,6 @@ from pathlib import PurePath
 from typing import Any
 
 from memtrain.errors import RecipeError
-from memtrain.recipes.trl.translate import IMPORTED
 
 SIGNS: Mapping[str, tuple[str, ...]] = {
     "verl": (
@@ -41,6 +40,7 @@ _METHOD_SIGNS = {
     "distill": ("teacher_model_name_or_path", "lmbda", "seq_kd"),
     "grpo": ("num_generations", "reward_funcs", "max_completion_length", "steps_per_generation"),
     "kto": ("desirable_weight", "undesirable_weight"),
+    "cpo": ("cpo_alpha",),
     "dpo": ("precompute_ref_log_probs", "ref_model_sync_steps", "rpo_alpha", "max_prompt_length", "beta"),
     "reward": ("center_rewards_coefficient",),
 }
@@ -51,11 +51,13 @@ READ = "TRL, Axolotl, LLaMA-Factory, Unsloth and verl"
 
 UNREAD: Mapping[str, str] = {
     "torchtune": r"torchtune|\btune run\b",
-    "ms-swift": r"\bswift (sft|pt|rlhf|megatron)\b|^(rlhf_type|train_type|tuner_type)$",
+    "ms-swift": r"\b(swift|megatron) (sft|pt|rlhf)\b|^(rlhf_type|train_type|tuner_type|swift)$",
     "OpenRLHF": r"openrlhf|^(micro_train_batch_size|micro_rollout_batch_size)$",
     "EasyR1": r"^worker\.(actor|rollout)\b",
     "LitGPT": r"\blitgpt\b",
     "LLaMA-Factory v1": r"^((dist|kernel|peft|quant|init)_config\.name|sample_backend)$",
+    "open-instruct": r"open_instruct|^(dataset_mixer_list|with_tracking|use_slow_tokenizer)$",
+    "slime": r"\bslime\b|^(hf_checkpoint|rollout_batch_size|n_samples_per_prompt)$",
     "NeMo-RL": r"^policy\.(model_name|dtensor_cfg|train_micro_batch_size|train_global_batch_size)|nemo_rl",
     "prime-rl": r"\bprime[-_]rl\b|^(orchestrator|trainer\.model|inference)\.[a-z_.]+$",
     "torchtitan": r"torchtitan|^training\.local_batch_size$|^activation_checkpoint\.mode$",
@@ -110,22 +112,51 @@ def guess_tool(config: Mapping[str, Any], words: Sequence[str], name: str) -> st
     return best
 
 
-def guess_method(config: Mapping[str, Any], words: Sequence[str], name: str) -> str:
-    """The method of a configuration of TRL, which does not say it: by the command, else by its keys."""
-    for word in words:
-        stem = PurePath(word).stem.lower()
-        for part in re.split(r"[^a-z]+", stem):
-            if part in IMPORTED:
-                return part
-            if part == "gkd":
-                return "distill"
-        if "reward_modeling" in stem or stem == "rm":
-            return "reward"
-    stem = re.split(r"[^a-z]+", PurePath(name).stem.lower())
-    for method in IMPORTED:
-        if method in stem:
-            return method
+_WORDS: Mapping[str, str] = {
+    **{method: method for method in ("sft", "dpo", "kto", "reward", "grpo", "rloo", "orpo", "cpo")},
+    **{"gkd": "distill", "distill": "distill", "rm": "reward", "simpo": "cpo", "gspo": "grpo"},
+}
+"""Words of scripts, commands and folders, and the method; `orpo` and `cpo` are losses of `dpo`."""
+
+_NO_METHOD = ("ppo", "prm", "bco", "nash_md", "xpo", "gold", "tpo", "sdft", "sdpo", "ssd", "online_dpo")
+UNTRANSLATED = (*_NO_METHOD, "minillm", "distillation", "gmpo", "a2po", "async_grpo", "iw_opd")
+"""Trainers of TRL whose configurations are not read."""
+
+
+def guess_method(config: Mapping[str, Any], words: Sequence[str], name: str, folder: str = "") -> str:
+    """The method of a configuration of TRL, which does not say it: by what the command runs, the folder that
+    it lies in, the keys that one method alone has, and the file's name.
+
+    Raises: RecipeError for a trainer that has no counterpart.
+    """
+    told = [found for word in words if (found := _named(PurePath(word).stem))]
+    told += [_WORDS[folder.lower()]] if folder.lower() in _WORDS else []
+    if told:
+        return _read(told[0], name)
     for method, signs in _METHOD_SIGNS.items():
-        if any(sign in config for sign in signs):
+        if any(config.get(sign) is not None for sign in signs):
             return method
-    return "sft"
+    named = _named(PurePath(name).stem)
+    # A name alone makes no distillation: datasets are distilled too.
+    return _read(named, name) if named not in ("", "distill", "distillation") else "sft"
+
+
+def _named(stem: str) -> str:
+    """The longest word of a method in a name, and the name itself where no configuration is read of it."""
+    if "reward_modeling" in stem:
+        return "reward"
+    for word in sorted((*_WORDS, *UNTRANSLATED), key=len, reverse=True):
+        if re.search(rf"(?<![a-z0-9]){word}(?![a-z0-9])", stem.lower().replace("-", "_")):
+            return _WORDS.get(word, word)
+    return ""
+
+
+def _read(method: str, name: str) -> str:
+    if method in UNTRANSLATED:
+        by_hand = " (memtrain init writes one)" if method in ("ppo", "online_dpo") else ""
+        raise RecipeError(
+            f"TRL's {method} is not read",
+            name,
+            f"write its recipe by hand{by_hand}, or give the method that is meant with --method",
+        )
+    return method

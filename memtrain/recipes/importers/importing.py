@@ -29,7 +29,7 @@ from memtrain.recipes.reading.load import load_text, read_mapping
 from memtrain.recipes.reading.regular_file import read_regular
 from memtrain.recipes.reading.yaml_tree import plain
 from memtrain.recipes.recipe import Recipe
-from memtrain.recipes.trl.translate import IMPORTED, METHODS, translate
+from memtrain.recipes.trl.translate import IMPORTED, METHODS, PAIRED, translate
 from memtrain.recipes.trl.translation import Lost, Translation
 from memtrain.recipes.trl.writing import inline, recipe_text
 
@@ -183,7 +183,7 @@ def _mapping(path: Path, tool: str | None, method: str | None, processes: int | 
         raise RecipeError(
             f"{path} is already a recipe of memtrain", str(path), f"run `memtrain check {path}`"
         )
-    return replace(_foreign(config, [], path.name, tool, method, processes), folder=path.parent)
+    return _foreign(config, [], path.name, tool, method, processes, folder=path.parent)
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -217,8 +217,8 @@ def _command(text: str, name: str, tool: str | None, method: str | None, process
         rest = {key: value for key, value in config.items() if key not in own}
         read = _script(_text(script), script, tool, method, processes or number, own)
         return replace(read, config={**read.config, **rest})
-    found = _foreign(config, command.words, name, tool, method, processes or number, command.unset)
-    return replace(found, folder=command.files[0].parent if command.files else None)
+    folder = command.files[0].parent if command.files else None
+    return _foreign(config, command.words, name, tool, method, processes or number, command.unset, folder)
 
 
 def _own_arguments(script: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -244,6 +244,7 @@ def _foreign(
     method: str | None,
     processes: int | None,
     unset: Mapping[str, str] = MappingProxyType({}),
+    folder: Path | None = None,
 ) -> Foreign:
     dotted = flat(config)
     found = TOOLS[tool or guess_tool({**dotted, **unset}, words, name)]
@@ -253,10 +254,12 @@ def _foreign(
     elif found is AXOLOTL:
         config = flat(config, only=("trl", "vllm"))
     if method is None and found is TRL:
-        method = guess_method({**config, **unset}, words, name)
+        method = guess_method(
+            {**config, **unset}, words, name, "" if folder is None else folder.resolve().name
+        )
     reading = config.get("num_processes")
     number = processes or (reading if isinstance(reading, int) else 1)
-    return Foreign(found, config, method, number, name, unset)
+    return Foreign(found, config, method, number, name, unset, folder=folder)
 
 
 def flat(config: Mapping[str, Any], above: str = "", only: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -306,13 +309,17 @@ def import_config(
     reading.lost += [Lost(key, text, UNSET) for key, text in foreign.unset.items()]
     if foreign.method is not None:
         reading.method = foreign.method
-    if reading.method not in METHODS:
+    if reading.method not in (*METHODS, *PAIRED):
         raise RecipeError(
             f"the method '{reading.method}' has no counterpart in memtrain",
             foreign.name,
             f"give one of {', '.join(IMPORTED)} with --method",
         )
+    trainer = reading.method
     made = translated(tool, reading)
+    reading.method = made.method
+    if trainer in PAIRED:
+        reading.trl["loss_type"] = made.recipe_keys["dpo.loss"][0]
     pins = as_it_was(tool, reading, made)
     make_consistent(made)
     if has_stand_ins:
@@ -327,7 +334,7 @@ def import_config(
     elif reading.processes > 1 and "cluster.processes" not in made.recipe_keys:
         made.recipe_keys["cluster.processes"] = (reading.processes, "")
     command = "rescue" if frees else "import"
-    text = recipe_text(made, foreign.name, f"{tool.title}'s {reading.method}", command)
+    text = recipe_text(made, foreign.name, f"{tool.title}'s {trainer}", command)
     recipe: Recipe | None = None
     faults: list[Fault] = []
     try:

@@ -25,8 +25,8 @@ CONFIGS = {
     "GRPOConfig": "grpo",
     "RLOOConfig": "rloo",
     "GKDConfig": "distill",
-    "ORPOConfig": "dpo",
-    "CPOConfig": "dpo",
+    "ORPOConfig": "orpo",
+    "CPOConfig": "cpo",
 }
 """Configurations of TRL, and their method; `TrainingArguments` goes with the trainer beside it."""
 
@@ -131,9 +131,6 @@ def script_config(
         config["assistant_only_loss"] = True
     if _STANDBY.search(text):
         config[f"{LOAD}.unsloth_vllm_standby"] = True
-    loss = next((call.name for call in calls if call.name in ("ORPOTrainer", "CPOTrainer")), "")
-    if loss:
-        config["loss_type"] = [loss.removesuffix("Trainer").lower()]
     return config, method, any("Fast" in call.owner for call in calls)
 
 

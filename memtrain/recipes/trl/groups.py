@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any, cast, get_args
 
+from memtrain.errors import RecipeError
 from memtrain.recipes.peers.hints import renamed_value
 from memtrain.recipes.sections.optim import OptimizerKind
 from memtrain.recipes.trl.batches import batch
@@ -306,7 +307,15 @@ def losses(made: Translation) -> None:
     """The loss, by method."""
     if made.method == "grpo" and made.get("beta", 0.0) and made.get("use_bias_correction_kl"):
         made.set("grpo.unbiased_kl", True, of=["use_bias_correction_kl"])
+    if made.trainer in ("orpo", "cpo"):
+        _pairs(made)
+        return
     kind = made.config.get("loss_type")
+    if made.method == "dpo" and made.config.get("rpo_alpha"):
+        kinds = _listed(kind or "sigmoid")
+        weights = made.config.get("loss_weights") or [1.0] * len(kinds)
+        _parts(made, dict(zip(map(str, kinds), weights, strict=False)), made.config["rpo_alpha"])
+        return
     if kind is None:
         return
     if made.method == "reward":
@@ -318,6 +327,50 @@ def losses(made: Translation) -> None:
             made.lose("loss_type", "the loss of distillation is a divergence (`distill.beta`)")
     else:
         made.set(f"{made.method}.loss", "nll" if kind == "chunked_nll" else kind)
+
+
+_OF_CPO = {"sigmoid": "cpo", "simpo": "simpo"}
+"""Losses of TRL's CPO without a reference, which its hinge and IPO have not here."""
+
+
+def _pairs(made: Translation) -> None:
+    """ORPO and CPO: the likelihood of the chosen answers, and the loss of the pairs with its weight.
+
+    Source: TRL 1.16, experimental/orpo/orpo_trainer.py and experimental/cpo/cpo_trainer.py
+    (`get_batch_loss_metrics`).
+
+    Raises: RecipeError for a loss of CPO that has no counterpart.
+    """
+    if made.trainer == "orpo":
+        made.used.add("beta")
+        _parts(made, {"orpo": made.get("beta", 0.1)}, 1.0)
+        made.notes.append(
+            "ORPO's likelihood is of prompts and answers there, and of the chosen answers' tokens here"
+        )
+        return
+    kind = str(made.get("loss_type", "sigmoid"))
+    if kind not in _OF_CPO:
+        raise RecipeError(
+            f"loss_type: {kind} of TRL's CPO has no counterpart in memtrain",
+            "loss_type",
+            f"give one of {', '.join(_OF_CPO)}",
+        )
+    if made.config.get("alpha"):
+        made.lose("alpha", "AlphaPO's form of the rewards")
+    made.used.add("alpha")
+    made.set("dpo.beta", made.get("beta", 0.1), of=["beta"])
+    if kind == "simpo":
+        made.set("dpo.simpo_gamma", made.get("simpo_gamma", 0.5), of=["simpo_gamma"])
+    _parts(made, {_OF_CPO[kind]: 1.0}, made.get("cpo_alpha", 1.0))
+
+
+def _parts(made: Translation, parts: Mapping[str, float], likelihood: float) -> None:
+    """A sum of losses of pairs, with a part of the likelihood of chosen answers."""
+    made.used |= {"loss_type", "loss_weights"}
+    summed = {"sft": likelihood, **parts} if likelihood else dict(parts)
+    made.set("dpo.loss", [*summed])
+    if list(summed.values()) != [1.0]:
+        made.set("dpo.loss_weights", [*summed.values()])
 
 
 def dropout(made: Translation) -> None:

@@ -19,6 +19,9 @@ IMPORTED: tuple[str, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "dis
 METHODS: tuple[str, ...] = (*IMPORTED, "ppo")
 """Methods of a translation: `ppo` is that of other tools."""
 
+PAIRED: Mapping[str, str] = {"orpo": "dpo", "cpo": "dpo"}
+"""Trainers of TRL that are losses of a method here."""
+
 
 def translate(
     config: Mapping[str, Any],
@@ -33,12 +36,19 @@ def translate(
 
     What TRL takes by default and memtrain does not (three epochs, a linear schedule, seed 42, ...) is written
     out, so that the recipe trains what the configuration did.
+
+    Raises: RecipeError for a loss that has no counterpart.
     """
-    made = Translation(config, method, processes, assumed=assumed, default_words=default_words)
+    trainer, method = method, PAIRED.get(method, method)
+    made = Translation(
+        config, method, processes, assumed=assumed, default_words=default_words, trainer=trainer
+    )
     made.set("method", method)
     for read in groups.ALL:
         read(made)
     for key, row in table("trl").rows.items():
+        if key in made.used:
+            continue
         if row.is_carried:
             _carry(made, key, row)
         elif row.lost and not row.group and key in config and not row.is_harmless(config[key]):

@@ -35,6 +35,10 @@ class Translation:
     """Keys of `config` that nobody wrote: defaults of another tool."""
     default_words: str = TRLS_DEFAULT
     """The comment beside a value that nobody wrote."""
+    trainer: str = ""
+    """The trainer, where it is a loss of the method here: `orpo`, `cpo`."""
+    used: set[str] = field(default_factory=set[str])
+    """Keys that were written elsewhere than their rows say."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value that TRL would take: what is written, `default`, or the default of the table."""
