@@ -85,7 +85,7 @@ def _is_pure(tool: Tool, reading: ToolReading, made: Translation) -> bool:
     """Whether weights that were loaded in bfloat16 are stepped so: transformers' trainer keeps no float32
     copies of them, and states like them; DeepSpeed and FSDP keep copies."""
     asked = made.recipe_keys.get("model.dtype", ("", ""))[0] == "bfloat16"
-    trains_all = tool.name in ("trl", "unsloth") and not reading.trl.get("use_peft")
+    trains_all = tool.name in ("trl", "unsloth", "axolotl") and not reading.trl.get("use_peft")
     return asked and trains_all and "optim.master_weights" not in made.recipe_keys
 
 

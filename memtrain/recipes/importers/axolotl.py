@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from typing import Any, cast
 
 from memtrain.errors import RecipeError
+from memtrain.recipes.importers.axolotl_data import TEMPLATES, datasets, listed
 from memtrain.recipes.importers.engines import deepspeed, fsdp
 from memtrain.recipes.importers.positions import scale_positions
 from memtrain.recipes.importers.tool import Tool, ToolReading
 from memtrain.recipes.peers.table import table
+from memtrain.recipes.trl.translation import Lost
 
-METHODS = {"dpo": "dpo", "ipo": "dpo", "simpo": "dpo", "orpo": "dpo", "kto": "kto", "grpo": "grpo"}
+METHODS = {
+    "dpo": "dpo",
+    "ipo": "dpo",
+    "simpo": "dpo",
+    "orpo": "dpo",
+    "kto": "kto",
+    "grpo": "grpo",
+    "gdpo": "grpo",
+}
 """`rl:` and the method; another loss of pairs is a loss of `dpo`."""
 
-_PREFERENCE_LOSS = {"ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
-_PROMPT_COMPLETION = ("alpaca", "completion")
-"""Types of rows that are recognised by their columns."""
+_OWN_TRAINERS = {
+    "diffusion": "training by diffusion",
+    "nemo_gym": "rollouts of NeMo Gym",
+    "hatchery": "training on a remote service",
+}
+"""Plugins that replace the trainer, and what they train."""
+
+_OTHER_WEIGHTS = {
+    "spectrum": "a part of the weights, by their signal-to-noise ratio",
+    "mora": "MoRA's adapters",
+    "grokfast": "filtered gradients",
+    "densemixer": "all experts in the backward pass",
+    "llm_compressor": "sparse weights",
+    "expert_parallel": "experts divided over devices: `cluster.engine` divides a run",
+}
+"""Plugins that train otherwise."""
+
+_HARMLESS = ("liger", "cutcrossentropy", "cut_cross_entropy", "lm_eval", "swanlab", "kernels")
 
 
 def read(reading: ToolReading) -> None:
@@ -28,22 +55,36 @@ def read(reading: ToolReading) -> None:
     _precision(reading)
     _attention(reading)
     _loss(reading)
+    _plugins(reading)
     _adapter(reading)
-    _rows(reading)
+    _preferences(reading)
+    _online(reading)
+    datasets(reading)
+    _lengths(reading)
+    _tokens(reading)
+    _template(reading)
     _memory(reading)
     _schedule(reading)
+    _evaluation(reading)
     _trackers(reading)
     _positions(reading)
-    if reading.get("deepspeed"):
-        deepspeed(reading, "deepspeed", reading.config["deepspeed"])
-    fsdp(reading, "fsdp", reading.get("fsdp"), reading.get("fsdp_config"))
-    for key in ("context_parallel_size", "sequence_parallel_degree"):
-        if isinstance(reading.get(key), int) and reading.config[key] > 1:
-            reading.set_recipe("cluster.context_parallel", reading.config[key])
+    _devices(reading)
 
 
 def _method(reading: ToolReading) -> None:
     asked = reading.get("rl")
+    for key, why in (
+        ("process_reward_model", "rewards for single steps of an answer"),
+        ("trainer_cls", "your own trainer"),
+        ("kd_trainer", "distillation from probabilities in the rows"),
+    ):
+        if reading.get(key) not in (None, False):
+            raise RecipeError(
+                f"{key}: {why}, which memtrain does not train",
+                where=key,
+                fix="memtrain distill trains from a teacher, memtrain reward on pairs of whole answers; or "
+                "remove the key",
+            )
     if reading.on("reward_model"):
         reading.method = "reward"
     elif asked in (None, False):
@@ -52,30 +93,115 @@ def _method(reading: ToolReading) -> None:
         reading.method = "dpo"
     elif asked in METHODS:
         reading.method = METHODS[asked]
-        if asked in _PREFERENCE_LOSS:
-            reading.set_trl("loss_type", [_PREFERENCE_LOSS[asked]], "rl")
     else:
         raise RecipeError(
             f"rl: {asked} has no counterpart in memtrain",
             where="rl",
-            fix=f"set it to a value that is read: sft, {', '.join(METHODS)}",
+            fix=f"set it to a value that is read: {', '.join(METHODS)}; without it, sft",
         )
 
 
+def _preferences(reading: ToolReading) -> None:
+    """The losses of pairs: ORPO and SimPO are sums, with the likelihood of the chosen answer.
+
+    Source: core/builders/rl.py; TRL 1.8.0's ORPOTrainer (nll + beta x odds ratio) and CPOTrainer (simpo +
+    cpo_alpha x nll, whose alpha is 1 where nothing is written), which Axolotl pins.
+    """
+    asked = reading.get("rl")
+    beta = next(
+        (reading.get(key) for key in ("trl.beta", "rl_beta", "dpo_beta") if reading.get(key) is not None),
+        None,
+    )
+    if beta is not None:
+        reading.set_trl("beta", float(beta), "rl_beta")
+    if asked == "orpo":
+        weight = beta if beta is not None else reading.get("orpo_alpha", 0.1)
+        reading.trl.pop("beta", None)
+        _found(reading, "orpo_alpha")
+        reading.set_recipe("dpo.loss", ["sft", "orpo"])
+        reading.set_recipe("dpo.loss_weights", [1.0, float(weight)], "the likelihood, and the odds ratio")
+        reading.notes.append(
+            "rl: orpo: the likelihood is of the prompt's tokens too there, and of the chosen answer's here"
+        )
+    elif asked == "simpo":
+        weight = float(reading.get("cpo_alpha", 1.0))
+        _found(reading, "cpo_alpha")
+        losses = ["simpo", "sft"] if weight else ["simpo"]
+        reading.set_recipe("dpo.loss", losses)
+        if weight:
+            said = "cpo_alpha" if reading.get("cpo_alpha") is not None else "cpo_alpha, 1 by default"
+            reading.set_recipe("dpo.loss_weights", [1.0, weight], said)
+    elif asked == "ipo":
+        reading.set_trl("loss_type", ["ipo"], "rl")
+
+
+def _found(reading: ToolReading, key: str) -> None:
+    """A key that its row calls lost is carried over."""
+    reading.lost = [one for one in reading.lost if one.key != key]
+
+
+def _online(reading: ToolReading) -> None:
+    """GRPO by TRL 1.8.0, which Axolotl pins: its defaults differ from those of TRL 1.16.
+
+    Source: core/trainers/grpo/__init__.py, GRPOStrategy.set_training_args_kwargs.
+    """
+    if reading.method != "grpo":
+        return
+    if reading.get("rl") == "gdpo":
+        reading.trl.setdefault("multi_objective_aggregation", "normalize_then_sum")
+    for key, value in (("use_bias_correction_kl", False), ("max_completion_length", 256)):
+        if reading.trl.get(key) is None:
+            reading.trl[key] = value
+            reading.assumed.add(key)
+    if reading.get("trl.max_completion_length") is None:
+        reading.notes.append(
+            "trl.max_completion_length is not set: completions have no limit there, and 256 tokens here "
+            "(generate.max_tokens)"
+        )
+    if reading.trl.pop("max_length", None) is not None:
+        reading.notes.append("sequence_len: GRPO reads it nowhere, and cuts no prompt")
+    if reading.get("trl.vllm_mode") != "colocate":
+        # Only beside the training are the engine's share and devices the run's.
+        for key in ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length"):
+            reading.trl.pop(key, None)
+        if reading.on("trl.use_vllm") and reading.get("trl.vllm_mode") is None and reading.get("vllm.host"):
+            reading.notes.append(
+                "vllm: such a section is of a server (axolotl vllm-serve); without trl.vllm_mode: server the "
+                "sampler runs beside the training, as here"
+            )
+    models = [str(name) for name in listed(reading.trl.get("reward_funcs")) if "/" in str(name)]
+    if models:
+        reading.trl["reward_funcs"] = [
+            name for name in listed(reading.trl["reward_funcs"]) if "/" not in str(name)
+        ]
+        weights = listed(reading.trl.pop("reward_weights", None))
+        names = [*models, *cast(list[str], reading.trl["reward_funcs"])]
+        order = [str(name) for name in listed(reading.get("trl.reward_funcs"))]
+        made: list[dict[str, object]] = []
+        for name in names:
+            one: dict[str, object] = (
+                {"model": {"path": name}} if "/" in name else {"function": ":".join(name.rsplit(".", 1))}
+            )
+            if weights:
+                one["weight"] = weights[order.index(name)]
+            made.append(one)
+        reading.trl.pop("reward_funcs")
+        reading.set_recipe("rewards.functions", made)
+
+
 def _precision(reading: ToolReading) -> None:
-    """Weights are loaded in half precision under an adapter, and in float32 under autocast without one."""
-    reading.precision_is_open = reading.get("bf16") == "auto"
-    half = "bfloat16" if reading.get("bf16") not in (False, None) or reading.on("bfloat16") else ""
-    half = half or ("float16" if reading.on("fp16") or reading.on("float16") else "")
-    half = half or ("bfloat16" if "bf16" not in reading.config else "")
-    if (
-        reading.on("bfloat16")
-        or reading.on("float16")
-        or reading.get("adapter")
-        or (reading.get("deepspeed") and half)
-    ):
-        reading.set_trl("dtype", half or "float32")
-    elif not half:
+    """Weights are loaded in the precision that is computed in.
+
+    Source: utils/config/__init__.py, resolve_dtype; loaders/model.py (`torch_dtype`).
+    """
+    bf16 = reading.get("bf16", "auto" if "bf16" not in reading.config else None)
+    fp16 = reading.on("fp16")
+    reading.precision_is_open = bf16 == "auto" and not fp16
+    half = "bfloat16" if (bf16 not in (False, None) and not fp16) or reading.on("bfloat16") else ""
+    half = half or ("bfloat16" if bf16 is True else "")
+    half = half or ("float16" if fp16 or reading.on("float16") or reading.on("load_in_8bit") else "")
+    reading.set_trl("dtype", half or "float32")
+    if not half:
         reading.set_trl("bf16", False)
 
 
@@ -104,21 +230,51 @@ def _attention(reading: ToolReading) -> None:
 
 
 def _loss(reading: ToolReading) -> None:
-    if any(reading.on(key) for key in ("liger_fused_linear_cross_entropy", "cut_cross_entropy")):
+    """The loss: fused where a plugin replaces the model's own, which trainers of answers do not call."""
+    plugins = " ".join(str(name).lower() for name in listed(reading.get("plugins")))
+    has_liger = "liger" in plugins
+    cuts = "cutcrossentropy" in plugins and reading.get("cut_cross_entropy", True) is True
+    fused = has_liger and reading.on("liger_fused_linear_cross_entropy")
+    if cuts or fused:
         if reading.method == "sft":
             # They replace the loss of a model that is given labels; trainers of `rl:` ask it for logits.
             reading.computed["memory.loss"] = "chunked"
+        else:
+            reading.notes.append(
+                f"{'Cut Cross Entropy' if cuts else 'Liger'}: {reading.method} has no fused loss there: its "
+                "trainer reads logits; here no loss needs whole logits"
+            )
     elif reading.on("chunked_cross_entropy"):
         reading.notes.append(
             "chunked_cross_entropy makes the loss in pieces of whole logits; memory.loss needs none"
         )
-    if any(
-        reading.on(key) for key in ("liger_rms_norm", "liger_rope", "liger_swiglu", "liger_glu_activation")
-    ):
+    if reading.on("liger_use_token_scaling"):
+        _found(reading, "liger_use_token_scaling")
+        reading.set_recipe("sft.loss", "dft", "each token by its probability")
+    kernels = ("liger_rms_norm", "liger_rope", "liger_swiglu", "liger_glu_activation")
+    if has_liger and any(reading.on(key) for key in kernels):
         reading.set_recipe("model.liger", "auto")
-    for name in cast(list[object], reading.get("plugins", []) or []):
-        if not any(known in str(name).lower() for known in ("liger", "cutcrossentropy")):
-            reading.lose("plugins", f"{name} is a plugin of Axolotl's")
+
+
+def _plugins(reading: ToolReading) -> None:
+    """Plugins that train something else.
+
+    Raises: RecipeError for one that replaces the trainer.
+    """
+    for name in map(str, listed(reading.get("plugins"))):
+        word = name.lower()
+        own = next((why for sign, why in _OWN_TRAINERS.items() if sign in word), None)
+        if own is not None:
+            raise RecipeError(
+                f"plugins: {name} is {own}, which memtrain does not do",
+                where="plugins",
+                fix="remove the plugin to train the same rows by the method of the file",
+            )
+        other = next((why for sign, why in _OTHER_WEIGHTS.items() if sign in word), None)
+        if other is not None:
+            reading.lost.append(Lost("plugins", name, other))
+        elif ".kd" not in word and not any(known in word for known in _HARMLESS):
+            reading.lost.append(Lost("plugins", name, "a plugin of Axolotl's or your own"))
 
 
 def _adapter(reading: ToolReading) -> None:
@@ -131,11 +287,15 @@ def _adapter(reading: ToolReading) -> None:
     reading.set_trl("use_peft", True, "adapter")
     if kind == "qlora" and "load_in_4bit" not in reading.config and not reading.on("load_in_8bit"):
         reading.set_trl("load_in_4bit", True, "adapter")
+    for name in ("lora_r", "lora_alpha"):
+        if reading.get(name) is None:
+            reading.set_recipe(f"model.adapter.{name.removeprefix('lora_')}", 8, "PEFT's default")
+            reading.notes.append(f"{name} is not set, and Axolotl has no default of it: PEFT's 8 is taken")
     modules = reading.get("lora_target_modules")
     if reading.on("lora_target_linear"):
         reading.set_trl("lora_target_modules", "all-linear", "lora_target_linear")
     elif modules:
-        reading.set_trl("lora_target_modules", modules, "lora_target_modules")
+        reading.set_trl("lora_target_modules", _names(reading, modules), "lora_target_modules")
     elif reading.get("lora_target_parameters"):
         reading.set_trl("lora_target_modules", [], "lora_target_modules")
     quantizes = reading.trl.get("load_in_4bit") is True or reading.trl.get("load_in_8bit") is True
@@ -143,71 +303,59 @@ def _adapter(reading: ToolReading) -> None:
         reading.lose("quantize_moe_experts", "`model.quantize` packs stacked experts too")
 
 
-def _rows(reading: ToolReading) -> None:
-    sources = [
-        _source(reading, one)
-        for one in _listed(reading.get("datasets") or reading.get("pretraining_dataset"))
-    ]
-    if sources:
-        reading.set_recipe("data.train", sources)
-    _trained_roles(reading)
-    held = [_source(reading, one) for one in _listed(reading.get("test_datasets"))]
-    share = reading.get("val_set_size")
-    if held:
-        reading.set_recipe("data.eval", held)
-    elif isinstance(share, float | int) and share:
-        if share < 1:
-            reading.set_recipe("data.eval_fraction", share)
-        else:
-            reading.lose("val_set_size", "a number of rows: `data.eval_fraction` is a fraction")
+def _names(reading: ToolReading, modules: object) -> object:
+    """Names of modules; of an expression that ends with alternatives, these."""
+    if not isinstance(modules, str) or not re.search(r"[\\()|*\[]", modules):
+        return modules
+    found = re.search(r"\(((?:\w+\|)+\w+)\)(\w*)\$?$", modules)
+    if found is None:
+        reading.lose("lora_target_modules", "an expression: name the modules by their last part")
+        return "all-linear"
+    reading.notes.append(
+        "lora_target_modules is an expression: the names at its end are taken, wherever such modules are"
+    )
+    return [f"{name}{found[2]}" for name in found[1].split("|")]
+
+
+def _lengths(reading: ToolReading) -> None:
+    """Packing, the order of rows, and rows that are too long: left out, unless something else is asked.
+
+    Source: utils/data/utils.py, handle_long_seq_in_dataset; utils/data/rl.py; a reward model's rows are cut
+    (prompt_strategies/bradley_terry/chat_template.py).
+    """
+    packs = "length.packing" in reading.direct
     if reading.on("sample_packing") and reading.method == "sft":
-        reading.set_trl("packing", True, "sample_packing")
+        if not packs:
+            reading.set_trl("packing", True, "sample_packing")
     elif reading.on("sample_packing"):
         reading.notes.append(f"sample_packing: {reading.method} lays its rows end to end by itself")
-    if reading.get("shuffle_merged_datasets") is False:
+    if reading.get("excess_length_strategy") == "raise":
+        reading.notes.append("excess_length_strategy: a longer row ends the run there, and is left out here")
+    asked = reading.get("excess_length_strategy")
+    # What is cut into rows leaves nothing too long, and prompts are not cut.
+    if reading.method != "grpo" and not packs:
+        cuts = reading.method == "reward" or asked == "truncate"
+        reading.set_trl(
+            "truncation_mode", "keep_start" if cuts else "drop", "excess_length_strategy" if asked else ""
+        )
+        if not asked:
+            reading.assumed.add("truncation_mode")
+    if reading.method != "grpo" and reading.trl.get("max_length") is None:
+        reading.trl["max_length"] = 512
+        reading.assumed.add("max_length")
+    streams = reading.get("pretraining_dataset") or reading.on("streaming")
+    if reading.on("curriculum_sampling") or (streams and reading.get("shuffle_merged_datasets") is False):
+        _found(reading, "curriculum_sampling")
         reading.set_recipe("train.shuffle", False)
-    _tokens(reading)
-    for key in ("added_tokens_overrides", "eot_tokens"):
-        if reading.get(key):
-            reading.lose(key, "your own tokens: add them to the tokenizer that `model.tokenizer` names")
-    template = reading.get("chat_template_jinja")
-    if template:
-        reading.set_recipe("model.chat_template", template)
-    elif reading.get("chat_template") not in (None, "tokenizer_default", "jinja"):
-        reading.lose(
-            "chat_template", "the tokenizer's own template is taken; `model.chat_template` names a Jinja file"
-        )
-
-
-def _trained_roles(reading: ToolReading) -> None:
-    """Conversations are trained on assistants' turns, unless inputs or other roles are asked for.
-
-    Source: axolotl, prompt_strategies/chat_template.py, StrategyLoader (`roles_to_train`, `train_on_inputs`).
-    """
-    listed = [
-        cast(Mapping[str, Any], one) for one in _listed(reading.get("datasets")) if isinstance(one, Mapping)
-    ]
-    roles = [one.get("roles_to_train", ["assistant"]) for one in listed if "chat" in str(one.get("type", ""))]
-    if not roles or reading.method != "sft":
-        return
-    if reading.get("train_on_inputs"):
-        reading.set_trl("assistant_only_loss", False, "train_on_inputs")
-    elif all(set(_listed(one)) <= {"assistant", "gpt", "model"} for one in roles):
-        reading.set_trl("assistant_only_loss", True, "datasets")
-    else:
-        reading.set_trl("assistant_only_loss", False, "datasets")
-        reading.lose(
-            "datasets",
-            "roles_to_train: turns of the assistant alone, or all turns (as here), are trained on "
-            "(`data.assistant_only_loss`)",
-        )
+    if reading.get("group_by_length") is False:
+        reading.trl.pop("group_by_length", None)
 
 
 def _tokens(reading: ToolReading) -> None:
     """Tokens that are added; padding is neither attended to nor in the loss, and its token says nothing."""
     special = reading.get("special_tokens")
     named: Mapping[str, Any] = cast(Mapping[str, Any], special) if isinstance(special, Mapping) else {}
-    added = [*_listed(reading.get("tokens")), *_listed(named.get("additional_special_tokens"))]
+    added = [*listed(reading.get("tokens")), *listed(named.get("additional_special_tokens"))]
     if added:
         reading.add_tokens([str(token) for token in added])
     others = [key for key in ("bos_token", "eos_token") if named.get(key)]
@@ -215,30 +363,40 @@ def _tokens(reading: ToolReading) -> None:
         reading.lose(
             "special_tokens", f"{', '.join(others)}: set them in the tokenizer that `model.tokenizer` names"
         )
-
-
-def _listed(value: object) -> list[object]:
-    if value in (None, "", []):
-        return []
-    return cast(list[object], value) if isinstance(value, list) else [value]
-
-
-def _source(reading: ToolReading, one: object) -> dict[str, object]:
-    if not isinstance(one, Mapping):
-        return {"source": str(one)}
-    given = cast(Mapping[str, Any], one)
-    files = given.get("data_files")
-    source: dict[str, object] = {"source": files if isinstance(files, str) else str(given.get("path", ""))}
-    if given.get("name"):
-        source["name"] = given["name"]
-    if given.get("split") and given["split"] != "train":
-        source["split"] = given["split"]
-    kind = str(given.get("type", ""))
-    if kind and not kind.startswith(_PROMPT_COMPLETION) and "chat" not in kind:
+    if reading.get("added_tokens_overrides"):
+        reading.lose("added_tokens_overrides", "write them into the tokenizer that `model.tokenizer` names")
+    if reading.get("eot_tokens"):
         reading.notes.append(
-            f"datasets: `type: {kind}` of {source['source']}: data.format decides by the columns"
+            "eot_tokens: the tokens with which the chat template ends the assistant's turn are trained on "
+            "without being named (`memtrain show-data` shows them)"
         )
-    return source
+
+
+def _template(reading: ToolReading) -> None:
+    """The chat template: a file, or one of the shipped ones that writes the same."""
+    text, asked = reading.get("chat_template_jinja"), reading.get("chat_template")
+    if text is not None and "{" in str(text):
+        first = str(text).strip().splitlines()[0][:40]
+        reading.lost.append(
+            Lost(
+                "chat_template_jinja",
+                f"{first}...",
+                "write it into a file, and name it in `model.chat_template`",
+            )
+        )
+    elif text is not None:
+        reading.set_recipe("model.chat_template", text)
+    elif asked in TEMPLATES:
+        reading.set_recipe("model.chat_template", TEMPLATES[asked])
+    elif str(asked).startswith("tokenizer_default_fallback_"):
+        reading.notes.append(
+            f"chat_template: {asked}: the tokenizer's own; where it has none, the run says so"
+        )
+    elif asked not in (None, "tokenizer_default", "jinja"):
+        reading.lose(
+            "chat_template",
+            "the tokenizer's own template is taken; `model.chat_template` names a Jinja file",
+        )
 
 
 def _memory(reading: ToolReading) -> None:
@@ -251,28 +409,75 @@ def _memory(reading: ToolReading) -> None:
         reading.trl["gradient_checkpointing"] = True
     if reading.on("tiled_mlp"):
         reading.notes.append("tiled_mlp: memory.streamed_layers goes over whole layers in slices")
-    if reading.on("group_by_length") is False:
-        reading.trl.pop("group_by_length", None)
+
+
+_EIGHT_BITS = ("adamw_torch_8bit", "ao_adamw_8bit")
+"""torchao's AdamW with moments in 8 bits."""
 
 
 def _schedule(reading: ToolReading) -> None:
+    """Learning rate, its schedule and warm-up.
+
+    Source: core/builders/base.py, _configure_warmup_and_logging.
+    """
     rate = reading.get("learning_rate")
     if rate is not None:
         reading.set_trl("learning_rate", float(rate), "learning_rate")
     if reading.get("cosine_min_lr_ratio") is not None:
         reading.set_recipe("optim.min_lr_ratio", reading.config["cosine_min_lr_ratio"])
-    for key, ours in (("evals_per_epoch", "eval"), ("saves_per_epoch", "save")):
-        number = reading.get(key)
-        if number == 1:
-            reading.set_trl(f"{ours}_strategy", "epoch", key)
-        elif number:
-            reading.lose(key, f"`{ours}.every_steps` counts steps; not given: at the end of every epoch")
-            reading.set_trl(f"{ours}_strategy", "epoch", key)
-    for key in ("save_steps", "eval_steps"):
-        if reading.get(key):
-            reading.set_trl("save_strategy" if key == "save_steps" else "eval_strategy", "steps", key)
+    if reading.get("warmup_steps") is None and reading.get("warmup_ratio") is None:
+        most = reading.get("max_steps")
+        if isinstance(most, int) and most > 0:
+            steps = min(int(0.03 * most), 100)
+            reading.trl["warmup_steps"] = 2 if steps == 1 else steps
+        else:
+            reading.trl["warmup_ratio"] = 0.03
+            reading.notes.append(
+                "warm-up: 3 % of the steps, at most 100 of them there (optim.warmup_steps gives their number)"
+            )
+        reading.assumed |= {"warmup_steps", "warmup_ratio"}
+    if reading.get("optimizer") in _EIGHT_BITS:
+        reading.set_trl("optim", "adamw_8bit", "optimizer")
+        reading.notes.append("optimizer: torchao's 8-bit moments are bitsandbytes' here")
+    if reading.get("batch_size") and reading.get("gradient_accumulation_steps") is None:
+        _accumulates(reading)
     for key in [name for name, value in reading.trl.items() if value is None]:
         del reading.trl[key]
+
+
+def _accumulates(reading: ToolReading) -> None:
+    """The rows of a step where only they are written, which earlier versions read."""
+    rows, micro = reading.config["batch_size"], reading.get("micro_batch_size", 1)
+    if isinstance(rows, int) and isinstance(micro, int) and micro > 0 and rows % micro == 0:
+        _found(reading, "batch_size")
+        reading.set_trl("gradient_accumulation_steps", rows // micro, "batch_size")
+
+
+def _evaluation(reading: ToolReading) -> None:
+    """Evaluations, the first before the first step, and saves, by steps, epochs, or shares of the run.
+
+    Source: core/builders/base.py, _configure_save_and_eval_strategy; utils/config/__init__.py.
+    """
+    holds_out = reading.get("test_datasets") or reading.get("val_set_size")
+    for key, ours in (("evals_per_epoch", "eval"), ("saves_per_epoch", "save")):
+        number = reading.get(key)
+        if not number or (ours == "eval" and not holds_out):
+            continue
+        reading.set_trl(f"{ours}_strategy", "epoch", key)
+        if number != 1:
+            reading.lose(key, f"`{ours}.every_steps` counts steps; not given: at the end of every epoch")
+    for key, ours in (("eval_steps", "eval"), ("save_steps", "save")):
+        every = reading.get(key)
+        if isinstance(every, float) and every < 1:
+            reading.trl.pop(key, None)
+            reading.set_trl(f"{ours}_strategy", "epoch", key)
+            reading.lose(key, f"a share of all steps; write their number to `{ours}.every_steps`")
+        elif every:
+            reading.set_trl(f"{ours}_strategy", "steps", key)
+    asked = reading.get("eval_steps") or reading.get("evals_per_epoch")
+    asked = asked or reading.get("eval_strategy", reading.get("evaluation_strategy", "no")) != "no"
+    if holds_out and asked:
+        reading.set_trl("eval_on_start", True, "eval_steps")
 
 
 def _positions(reading: ToolReading) -> None:
@@ -296,6 +501,39 @@ def _trackers(reading: ToolReading) -> None:
         reading.set_trl("report_to", asked, f"use_{asked[0]}")
     if reading.get("wandb_project"):
         reading.set_trl("project", reading.config["wandb_project"], "wandb_project")
+
+
+def _devices(reading: ToolReading) -> None:
+    """Engine, and devices that share a row or its weights."""
+    shares = [reading.get(key) for key in ("context_parallel_size", "sequence_parallel_degree")]
+    sharing = max([one for one in shares if isinstance(one, int)], default=1)
+    named = [reading.get(key, 1) for key in ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size")]
+    known = [one for one in named if isinstance(one, int) and one > 0]
+    together = sharing * math.prod(known)
+    if together > reading.processes:
+        reading.processes = together
+        reading.set_recipe("cluster.processes", together)
+    reading.sharing = sharing * next((known[2] for _ in [0] if len(known) == 3), 1)
+    if sharing > 1:
+        reading.set_recipe("cluster.context_parallel", sharing)
+    if reading.get("dp_shard_size") not in (None, 1):
+        _found(reading, "dp_shard_size")
+        if not reading.get("fsdp_config") and not reading.get("deepspeed"):
+            reading.set_recipe("cluster.engine", "fsdp2", "dp_shard_size")
+    if reading.get("deepspeed"):
+        deepspeed(reading, "deepspeed", reading.config["deepspeed"])
+    fsdp(reading, "fsdp", reading.get("fsdp"), _plain(reading.get("fsdp_config")))
+
+
+def _plain(options: object) -> object:
+    """Options of FSDP without the prefix of earlier versions."""
+    if not isinstance(options, Mapping):
+        return options
+    given = cast(Mapping[str, Any], options)
+    plain = {key.removeprefix("fsdp_"): value for key, value in given.items()}
+    if plain.get("reshard_after_forward") is False:
+        plain["sharding_strategy"] = "SHARD_GRAD_OP"
+    return plain
 
 
 AXOLOTL = Tool(table("axolotl"), read)

@@ -373,7 +373,11 @@ def _free(made: Translation, processes: int) -> None:
 def translated(tool: Tool, reading: ToolReading) -> Translation:
     """The keys of the recipe: by TRL's rules, and keys that TRL lacks; keys may clash."""
     made = translate(
-        reading.trl, reading.method, reading.processes, reading.assumed, f"{tool.title}'s default"
+        reading.trl,
+        reading.method,
+        reading.processes // reading.sharing,
+        reading.assumed,
+        f"{tool.title}'s default",
     )
     if not tool.takes_trl and "assistant_only_loss" not in reading.trl:
         # TRL's default of every turn is not that of other tools.

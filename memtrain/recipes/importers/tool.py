@@ -21,6 +21,8 @@ class ToolReading:
     processes: int
     folder: Path | None = None
     """Folder of the configuration, where it is a file."""
+    sharing: int = 1
+    """Processes that hold the same rows together."""
     method: str = "sft"
     has_turns: bool = False
     """Rows of a source are conversations of several turns."""
