@@ -205,22 +205,37 @@ def _precision(reading: ToolReading) -> None:
         reading.set_trl("bf16", False)
 
 
+_ATTENTION = {
+    "xformers": "sdpa",
+    "sdpa": "sdpa",
+    "eager": "eager",
+    "flex_attention": "flex_attention",
+    "flash_attention_2": "flash_attention_2",
+    "flash_attention_3": "flash_attention_3",
+}
+"""Attention by Axolotl's names, and by TRL's."""
+
+_SWITCHES = {
+    "flash_attention": "flash_attention_2",
+    "flex_attention": "flex_attention",
+    "sdp_attention": "sdpa",
+    "eager_attention": "eager",
+    "xformers_attention": "sdpa",
+}
+"""The same by the switches of earlier versions."""
+
+
 def _attention(reading: ToolReading) -> None:
-    if reading.get("attn_implementation"):
-        name = str(reading.config["attn_implementation"])
-        reading.set_trl("attn_implementation", name, "attn_implementation")
-        if name not in ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"):
-            reading.trl.pop("attn_implementation")
+    name = str(reading.get("attn_implementation", ""))
+    if re.search(r"flash-attn[23]$", name):
+        name = "flash_attention_3" if name.endswith("3") else "flash_attention_2"
+    if name:
+        if name in _ATTENTION:
+            reading.set_trl("attn_implementation", _ATTENTION[name], "attn_implementation")
+        else:
             reading.lose("attn_implementation", "`model.attention` names the back ends that there are")
         return
-    kinds = {
-        "flash_attention": "flash_attention_2",
-        "flex_attention": "flex_attention",
-        "sdp_attention": "sdpa",
-        "eager_attention": "eager",
-        "xformers_attention": "sdpa",
-    }
-    for key, kind in kinds.items():
+    for key, kind in _SWITCHES.items():
         if reading.on(key):
             reading.set_trl("attn_implementation", kind, key)
             return
@@ -483,14 +498,14 @@ def _evaluation(reading: ToolReading) -> None:
 def _positions(reading: ToolReading) -> None:
     """Scaled positions, by their own key or as a change of the model's configuration."""
     scale_positions(reading, "rope_scaling", reading.get("rope_scaling"))
-    changed = reading.get("overrides_of_model_config")
-    if not isinstance(changed, Mapping):
-        return
-    changes = dict(cast(Mapping[str, Any], changed))
-    scale_positions(reading, "overrides_of_model_config", changes.pop("rope_scaling", None))
-    if changes:
-        why = "changes of the model's configuration: write them into its config.json"
-        reading.lose("overrides_of_model_config", why)
+    for key in ("overrides_of_model_config", "model_config"):
+        changed = reading.get(key)
+        if not isinstance(changed, Mapping):
+            continue
+        changes = dict(cast(Mapping[str, Any], changed))
+        scale_positions(reading, key, changes.pop("rope_scaling", None))
+        if changes:
+            reading.lose(key, "changes of the model's configuration: write them into its config.json")
 
 
 def _trackers(reading: ToolReading) -> None:

@@ -323,7 +323,7 @@ class _Dataset:
         kind = self.get("type")
         found = self._user_defined(cast(Mapping[str, Any], kind)) if isinstance(kind, Mapping) else None
         if found is None:
-            found = self._known(str(kind or ""))
+            found = self._known("" if kind is None else str(self.get("type")))
         columns = {**found.columns, **self._columns()}
         made: dict[str, object] = {"format": found.format} if found.format else {}
         if columns:
@@ -447,8 +447,8 @@ class _Dataset:
         own, all_have = self.get("chat_template"), self.reading.get("chat_template")
         if own in (None, "tokenizer_default", all_have) and not self.get("chat_template_jinja"):
             return
-        if all_have is None and own in TEMPLATES:
-            self.reading.set_recipe("model.chat_template", TEMPLATES[own])
+        if all_have is None and str(own) in TEMPLATES:
+            self.reading.set_recipe("model.chat_template", TEMPLATES[str(own)])
         else:
             key = "chat_template_jinja" if self.get("chat_template_jinja") else "chat_template"
             self.lose(key, "one template writes all rows: `model.chat_template` names a Jinja file")

@@ -178,12 +178,22 @@ def _script(
 
 
 def _mapping(path: Path, tool: str | None, method: str | None, processes: int | None) -> Foreign:
-    config = _toml(path) if path.suffix == ".toml" else cast(dict[str, Any], plain(read_mapping(path)))
+    config = _toml(path) if path.suffix == ".toml" else _as_numbers(plain(read_mapping(path)))
     if is_recipe(config):
         raise RecipeError(
             f"{path} is already a recipe of memtrain", str(path), f"run `memtrain check {path}`"
         )
     return _foreign(config, [], path.name, tool, method, processes, folder=path.parent)
+
+
+def _as_numbers(value: Any) -> Any:
+    """Numbers with `_` between their digits, which YAML 1.1 has (as the tools read it) and 1.2 has not."""
+    if isinstance(value, dict):
+        return {key: _as_numbers(one) for key, one in cast(dict[str, Any], value).items()}
+    if isinstance(value, list):
+        return [_as_numbers(one) for one in cast(list[Any], value)]
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?[1-9][0-9]*(_[0-9]+)+", value)
+    return int(value) if is_number else value
 
 
 def _toml(path: Path) -> dict[str, Any]:
