@@ -154,7 +154,9 @@ def test_vllm_is_corrected_for_as_trl_does():
         3.0,
     )
     assert lost(made) == {"vllm_tensor_parallel_size"}
-    assert recipe_of("rloo", use_vllm=True)[0].rloo is None
+    rloo = recipe_of("rloo", use_vllm=True)[0].rloo
+    assert rloo is not None
+    assert rloo.importance_correction == "none"
 
 
 def test_a_server_keeps_its_address():

@@ -46,7 +46,7 @@ SCRIPT = replace(
         assumed={"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
     ),
 )
-"""A script of TRL's trainers: the calls without Unsloth's defaults; an adapter has those of PEFT 0.18."""
+"""A script of TRL's trainers: the calls without Unsloth's defaults; an adapter has those of PEFT 0.21."""
 
 TOOLS: dict[str, Tool] = {tool.name: tool for tool in (TRL, AXOLOTL, LLAMAFACTORY, UNSLOTH, VERL)}
 """Every tool by its name."""
