@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Literal
 
 from memtrain.errors import LaunchError
-from memtrain.memory.model_shape.layer_record import NOT_MEASURED, ModelRecord
+from memtrain.memory.estimate.pricing import MeasureLayers
+from memtrain.memory.model_shape.layer_record import NOT_MEASURED, ModelRecord, Treatment
 from memtrain.memory.model_shape.shape import ModelShape, has_formula, shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.tools.trace.client import LayersJob, layer_record, layers_job
@@ -26,16 +27,18 @@ def shape_for(config: Mapping[str, Any], where: str = "", head: Literal["lm", "s
     return counted_shape(config, where, head)
 
 
-def layer_measurer(config: Mapping[str, Any], shape: ModelShape) -> Callable[[Settings], ModelShape] | None:
+def layer_measurer(config: Mapping[str, Any], shape: ModelShape) -> MeasureLayers | None:
     """Function that measures the layers of a model of which no formula is known; None where one is, or this
     machine cannot build the model."""
     return None if shape.counts is None else partial(_with_record, dict(config), shape)
 
 
-def _with_record(config: dict[str, Any], shape: ModelShape, settings: Settings) -> ModelShape:
+def _with_record(
+    config: dict[str, Any], shape: ModelShape, settings: Settings, treatments: frozenset[Treatment]
+) -> ModelShape:
     if shape.model_type in NOT_MEASURED:
         return replace(shape, unmeasured=NOT_MEASURED[shape.model_type])
-    found = _measured(layers_job(config, settings).model_dump_json())
+    found = _measured(layers_job(config, settings, treatments).model_dump_json())
     return replace(shape, **{"unmeasured" if isinstance(found, str) else "record": found})
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
 from memtrain.memory.estimate.flash_scratch import flash_scratch
 from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.model_shape.layer_record import ModelRecord, Moment, Peak
+from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 
 
 class Turn(NamedTuple):
@@ -40,8 +42,88 @@ def first_turn(load: Workload) -> Turn:
 
 def recorded_gradients(load: Workload) -> int:
     """Bytes of the gradients of the last layer's weights at its highest moment, where there were none before;
-    0 without a record."""
-    return 0 if load.record is None else _turns(load)[-1].gradients
+    0 without a record, and in slices, whose sums wait."""
+    if load.record is None or load.settings.slice_tokens:
+        return 0
+    return travelling_backward(load).gradients if travels(load) else _turns(load)[-1].gradients
+
+
+def travels(load: Workload) -> bool:
+    """Whether all that layers keep is on its way to the host, as passes measured it."""
+    return load.settings.offload == "all" and load.record is not None and load.record.travelling is not None
+
+
+def _with_layers(load: Workload, num_bytes: int) -> int:
+    """Bytes of as many layers as were passed, with what stays of the others; at most what they keep."""
+    of = _record(load).travelling
+    assert of is not None, "These activations travel."
+    return num_bytes + max(0, load.shape.num_layers - of.depth) * _bytes(load, of.stays)
+
+
+def travelling_waiting(load: Workload) -> int:
+    """On the device when all layers are through, and what they keep travels."""
+    of = _record(load).travelling
+    assert of is not None, "These activations travel."
+    return min(sum(recorded_kept(load)), _with_layers(load, _bytes(load, of.waiting)))
+
+
+@once
+def travelling_forward(load: Workload) -> int:
+    """Most that is there in a layer's forward pass."""
+    of = _record(load).travelling
+    assert of is not None, "These activations travel."
+    return _with_layers(load, _turn(load, of.forward).num_bytes)
+
+
+@once
+def travelling_backward(load: Workload, *, is_first: bool = False) -> Turn:
+    """The turn of the layer that holds the most in its backward pass, or of the first."""
+    of = _record(load).travelling
+    assert of is not None, "These activations travel."
+    if is_first:
+        return _turn(load, of.first)
+    found = _turn(load, of.backward)
+    return found._replace(num_bytes=_with_layers(load, found.num_bytes))
+
+
+class Slices(NamedTuple):
+    """Most that a layer holds over a row in slices, its input and the gradient of its output aside."""
+
+    backward: int
+    kernel: int
+    """Part of it that is a kernel's own."""
+    forward: int
+    tables: int
+    final_backward: int
+
+
+@once
+def recorded_slices(load: Workload) -> Slices | None:
+    """The most of any kind; None where passes over slices were not measured."""
+    of = _record(load).sliced
+    if of is None:
+        return None
+    row, part = load.N, min(load.settings.slice_tokens, load.N)
+    most = max(one.of(row, part) for one in of.backward)
+    scratch = flash_scratch(slice_of(load)) if of.in_kernel else 0
+    in_kernel = max((one.of(row, part) for one in of.in_kernel), default=0) + scratch
+    return Slices(
+        backward=max(most, in_kernel),
+        kernel=scratch if in_kernel > most else 0,
+        forward=max(one.of(row, part) for one in of.forward),
+        tables=of.tables.of(row, part),
+        final_backward=of.final_backward.of(row, part),
+    )
+
+
+@once
+def slice_of(load: Workload) -> Workload:
+    """The load of one slice: as many tokens, all scored, in one row."""
+    n = min(load.settings.slice_tokens, load.N)
+    alone = {"pad_to_multiple_of": None, "slice_tokens": 0, "context_parallel": 1}
+    whole = load.settings.model_copy(update=alone)
+    batch = HeaviestBatch(1, n, n, n, load.batch.asks, segments=min(n, load.batch.num_segments))
+    return replace(load, settings=whole, batch=batch, shape=replace(load.shape, record=None))
 
 
 @once
@@ -63,6 +145,9 @@ def recorded_at_work(load: Workload) -> int:
 @once
 def recorded_tables(load: Workload) -> int:
     """Cosines and sines of a pass."""
+    slices = recorded_slices(load) if load.settings.slice_tokens else None
+    if slices is not None:
+        return slices.tables
     return _bytes(load, _record(load).tables)
 
 

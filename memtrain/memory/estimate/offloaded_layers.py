@@ -14,6 +14,12 @@ from memtrain.memory.estimate.activations import (
 from memtrain.memory.estimate.adapters import adapts, adds_in_one_kernel
 from memtrain.memory.estimate.experts import widest_mlp
 from memtrain.memory.estimate.flash_scratch import flash_scratch
+from memtrain.memory.estimate.layer_record import (
+    travelling_backward,
+    travelling_forward,
+    travelling_waiting,
+    travels,
+)
 from memtrain.memory.estimate.own_attention import (
     drops_in_steps,
     hides_by_mask,
@@ -30,6 +36,8 @@ def waiting_storages(load: Workload) -> int:
     """Bytes on the device when all layers are through: the newest storages of the last layer, and the small
     ones of every layer; at most all that one keeps. Of layers that no formula knows, all of it."""
     shape, full = load.shape, layer_kept(load)
+    if travels(load):
+        return travelling_waiting(load)
     if load.record is not None:
         return full
     if not _is_plain(load):
@@ -42,6 +50,8 @@ def storages_amid(load: Workload) -> int:
     """Bytes in a layer's MLP as its product is made: two factors, it, the residual stream, and the newest
     storages before them, with those of the layer before; 0 where they are not counted one by one."""
     shape = load.shape
+    if travels(load):
+        return travelling_forward(load)
     if shape.num_layers < 2 or load.record is not None or not _is_plain(load):
         return 0
     large, stays = _by_size(load)
@@ -129,6 +139,8 @@ def offloaded_backward(load: Workload, *, is_first: bool = False) -> int:
     most beside a narrow MLP, its inputs and output are back and their gradients there. Of layers that no
     formula knows all that one kept is taken to be back at once.
     """
+    if travels(load):
+        return travelling_backward(load, is_first=is_first).num_bytes
     if load.record is not None:
         return layer_backward(load)
     beside = 3 + (load.is_fused if load.trains_all else 2)

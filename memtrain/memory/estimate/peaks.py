@@ -32,7 +32,7 @@ from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch
 from memtrain.memory.estimate.gradients import GradientBytes, buckets_of_ddp, gradients_in_order
 from memtrain.memory.estimate.head import HeadBytes, head_bytes
 from memtrain.memory.estimate.kept import kept, kept_bytes, unneeded_norm
-from memtrain.memory.estimate.layer_record import first_turn
+from memtrain.memory.estimate.layer_record import first_turn, travels
 from memtrain.memory.estimate.liger_layers import liger_forward
 from memtrain.memory.estimate.offloaded_layers import offloaded_backward, storages_amid
 from memtrain.memory.estimate.optimizer_scratch import offload_bucket, optimizer_scratch
@@ -227,10 +227,10 @@ def _turns(load: Workload, made: GradientBytes) -> list[Moment]:
         {"gradients": made.in_last, "activations": held.everything - held.of_last},
         {"gradients": made.in_first, "activations": max(0, held.beside_first - unneeded)},
     ]
-    if load.record is not None:
+    if load.record is not None and not is_needed:
         first = first_turn(load)
         turns[1] |= {"recomputation": first.num_bytes - first.kernel + made.added, SCRATCH: first.kernel}
-    if load.settings.offload == "all" and load.settings.liger:
+    if load.settings.offload == "all" and (load.settings.liger or travels(load)):
         turns[1] |= {"recomputation": offloaded_backward(load, is_first=True) + made.added}
     if load.settings.in_backward and load.shape.num_layers > 2:
         before = held.everything - held.of_last - (held.of_last or layer_boundary(load))
@@ -285,7 +285,9 @@ def _in_forward(load: Workload) -> int:
     """Activations in a forward pass: several are on their way where they are offloaded. Where layers keep
     theirs, experts, DoRA's norms and PEFT's sums hold more in the last one than is kept."""
     if load.settings.offload == "all":
-        held = max(layer_kept(load) + 2 * layer_boundary(load), storages_amid(load))
+        held = storages_amid(load)
+        if not travels(load):
+            held = max(layer_kept(load) + 2 * layer_boundary(load), held)
         return held + positions_and_mask(load)
     if load.settings.slice_tokens and load.settings.offload == "boundaries":
         return forward_of_layer(load) + positions_and_mask(load)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from memtrain.memory.estimate.auxiliary_models import RewardShape, with_beside
@@ -17,6 +17,7 @@ from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.hardware.packages import installed
 from memtrain.memory.hardware.peak_history import EMPTY, History, kind_of_run
+from memtrain.memory.model_shape.layer_record import Treatment
 from memtrain.memory.model_shape.shape import ModelShape
 from memtrain.memory.plan.heaviest_batch import ForeignStep, HeadOutput, HeaviestBatch, MixedRows
 from memtrain.memory.plan.length_profile import LengthProfile
@@ -32,6 +33,9 @@ MARGIN_BYTES = 256 * 2**20
 
 CPU_SHARE = 0.8
 """Share of a machine's free memory that a CPU run takes as its budget; others need some. Taste."""
+
+MeasureLayers = Callable[[Settings, frozenset[Treatment]], ModelShape]
+"""The shape with the record of its layers, under settings and with treatments."""
 
 CountSteps = Callable[[int | None, int | None, float], int]
 """Optimizer steps of (rows of a step, tokens of a step, epochs)."""
@@ -78,7 +82,7 @@ class PlannerInputs:
     """The same facts with another `length.max_length`; None where rows cannot be laid out again."""
     foreign: ForeignStep | None = None
     """The step of another tool, whose run is planned as it was."""
-    measure_layers: Callable[[Settings], ModelShape] | None = None
+    measure_layers: MeasureLayers | None = None
     """The shape with the activations of its layers under some settings; None where formulas know them."""
 
     def with_prompts_apart(self) -> PlannerInputs:
@@ -87,9 +91,17 @@ class PlannerInputs:
         profile, count_steps = self.unshared
         return replace(self, profile=profile, count_steps=count_steps)
 
-    def with_measured_layers(self, settings: Settings) -> PlannerInputs:
-        """The same inputs, layers that no formula knows measured under some settings."""
-        return self if self.measure_layers is None else replace(self, shape=self.measure_layers(settings))
+    def with_measured_layers(self, choices: Iterable[Settings]) -> PlannerInputs:
+        """The same inputs, layers that no formula knows measured under settings that differ in treatments and
+        steps alone."""
+        if self.measure_layers is None:
+            return self
+        every = tuple(choices)
+        slices: frozenset[Treatment] = frozenset({"slices"} if any(one.slice_tokens for one in every) else ())
+        away: frozenset[Treatment] = frozenset(
+            {"travelling"} if any(one.offload == "all" for one in every) else ()
+        )
+        return replace(self, shape=self.measure_layers(every[0], slices | away))
 
     def has(self, package: str) -> bool:
         """Whether the run can import a package."""

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from memtrain.memory.estimate.activations import (
     attention_kept,
     keeps_its_input,
@@ -23,28 +21,18 @@ from memtrain.memory.estimate.adapters import adapts, adds_in_one_kernel, kept_b
 from memtrain.memory.estimate.context_parallel import num_gathered_kv
 from memtrain.memory.estimate.experts import experts_backward, experts_forward, stack_gradients
 from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch, windows_backward
+from memtrain.memory.estimate.layer_record import recorded_slices, slice_of
 from memtrain.memory.estimate.own_attention import whole_scores
 from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.weights_offload import adapter_of_layer
-from memtrain.memory.estimate.workload import Workload, once
+from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import ENTERING
-from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.sizes import WIDENED_TOKENS
 
 KEYS = "keys and values"
 """Owner of the keys and values of one layer, and of their gradients."""
 ROW = "gradient of the row"
 """Owner of the gradient of one layer's output."""
-
-
-@once
-def slice_of(load: Workload) -> Workload:
-    """The load of one slice: as many tokens, all scored, in one row."""
-    n = min(load.settings.slice_tokens, load.N)
-    alone = {"pad_to_multiple_of": None, "slice_tokens": 0, "context_parallel": 1}
-    whole = load.settings.model_copy(update=alone)
-    batch = HeaviestBatch(1, n, n, n, load.batch.asks, segments=min(n, load.batch.num_segments))
-    return replace(load, settings=whole, batch=batch, shape=replace(load.shape, record=None))
 
 
 def streamed_backward(load: Workload) -> dict[str, int]:
@@ -58,6 +46,13 @@ def streamed_backward(load: Workload) -> dict[str, int]:
     Source: derived from trainers/model/streamed; held against traces by
     tests/trainers/tools/trace/test_trace.py.
     """
+    measured = None if load.record is None else recorded_slices(load)
+    if measured is not None:
+        beside, of_keys = _gathered(load)
+        keys = 2 * load.N * load.shape.kv_width * (load.a + max(4, load.a))
+        inner = measured.backward - measured.kernel - keys
+        owners = {ROW: layer_boundary(load) + beside, KEYS: keys + of_keys}
+        return owners | {"recomputation": inner, SCRATCH: measured.kernel}
     part, a, N = slice_of(load), load.a, load.N  # noqa: N806
     sums, added = _sums(load)
     gathered = num_gathered_kv(load)
@@ -66,6 +61,14 @@ def streamed_backward(load: Workload) -> dict[str, int]:
     # The input's gradient waits for that of keys, to which other ranks add.
     rows = layer_boundary(load) * (2 if gathered else 1)
     return {ROW: rows, KEYS: keys, "recomputation": inner + sums, SCRATCH: kernel}
+
+
+def _gathered(load: Workload) -> tuple[int, int]:
+    """Bytes besides where ranks hold a row together: the input's gradient, which waits for that of keys that
+    other ranks add to, and gathered keys and values with their gradients."""
+    gathered = num_gathered_kv(load)
+    keys = 2 * gathered * load.shape.kv_width * (load.a + max(4, load.a))
+    return (layer_boundary(load) if gathered else 0), keys
 
 
 def _slice_backward(part: Workload, load: Workload, added: int) -> tuple[int, int]:
@@ -178,6 +181,9 @@ def forward_of_layer(load: Workload) -> int:
     model's own forward pass holds them."""
     if not load.settings.slice_tokens:
         return layer_forward(load)
+    measured = None if load.record is None else recorded_slices(load)
+    if measured is not None:
+        return measured.forward + 2 * load.a * num_gathered_kv(load) * load.shape.kv_width
     rows = 3 * layer_boundary(load) + 2 * load.a * (load.N + num_gathered_kv(load)) * load.shape.kv_width
     part = slice_of(load)
     return rows + layer_forward(part) - 2 * layer_boundary(part)
@@ -186,6 +192,9 @@ def forward_of_layer(load: Workload) -> int:
 def final_norm_backward(load: Workload) -> int:
     """Most that the final norm in slices holds beside its input in its backward pass: the gradient of its
     output, and one slice of a norm."""
+    measured = None if load.record is None else recorded_slices(load)
+    if measured is not None:
+        return measured.final_backward
     part = slice_of(load)
     of_slice = norm_kept(part, part.shape.width, num_scales=1)
     of_slice += part.N * part.shape.width * (12 + (3 if load.trains_all else 4) * load.a)

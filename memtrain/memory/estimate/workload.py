@@ -78,11 +78,8 @@ class Workload:
 
     @cached_property
     def record(self) -> ModelRecord | None:
-        """What layers hold, measured, where they take the row whole and keep what they keep on the device.
-        Layers that carry a state are never cut, and all that one keeps is taken to be there."""
-        settings, shape = self.settings, self.shape
-        is_whole = not settings.slice_tokens and (settings.offload != "all" or bool(shape.own_layers))
-        return shape.record if is_whole else None
+        """What layers hold, measured; None where they could not be passed."""
+        return self.shape.record
 
     @cached_property
     def passes(self) -> tuple[Workload, ...]:

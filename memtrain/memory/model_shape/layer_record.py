@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from memtrain.recipes.sections.base import Section
+
+Treatment = Literal["slices", "travelling"]
+"""What else is measured than layers that are kept or computed again: a row in slices, all that layers keep on
+its way to the host."""
 
 NOT_MEASURED = {"xlstm": "a step keeps several times what its passes without data find"}
 """Reasons, by model type, that layers are not passed.
@@ -65,6 +71,51 @@ class LayerRecord(Section):
     aside."""
 
 
+class SliceMoment(Section):
+    """Bytes at the highest moment of a layer that goes over a row in slices: they grow with the tokens of the
+    row, with those of a slice, and for scores with the square of these."""
+
+    start: float
+    """Sums of weights' gradients."""
+    row: float
+    slice: float
+    square: float = 0.0
+
+    def of(self, row: int, part: int) -> int:
+        """Bytes of a row of so many tokens, in slices of `part` tokens."""
+        return round(max(0.0, self.start + self.row * row + self.slice * part + self.square * part**2))
+
+
+class SlicedLayers(Section):
+    """Layers that go over a row in slices: the most of any kind, without the layer's input."""
+
+    backward: tuple[SliceMoment, ...]
+    """Of the backward pass of each kind, with the sums of its weights' gradients; the gradient of its output
+    aside."""
+    in_kernel: tuple[SliceMoment, ...]
+    """The same while a kernel has memory of its own besides."""
+    forward: tuple[SliceMoment, ...]
+    """Of a pass without gradients, with the embeddings."""
+    tables: SliceMoment
+    final_backward: SliceMoment
+    """Of the norm after the layers, beside its input."""
+
+
+class TravellingLayers(Section):
+    """Layers of which all that they keep travels to the host, as `depth` of them hold it; without tables."""
+
+    depth: int
+    stays: Moment
+    """What is too small to travel, of each layer."""
+    waiting: Moment
+    """On the device when all layers are through: the newest that they keep, and what stays."""
+    forward: Peak
+    backward: Peak
+    """Of all layers but the first."""
+    first: Peak
+    """Of the first, the last in the backward pass."""
+
+
 class ModelRecord(Section):
     """All layers of a model in one precision, with one kind of kernels, under one adapter."""
 
@@ -83,3 +134,7 @@ class ModelRecord(Section):
     """Kept by the norm after the layers, its input too."""
     final_backward: Peak
     """Of that norm's backward pass, over what it kept."""
+    sliced: SlicedLayers | None = None
+    """None where layers cannot go over a row in slices, or that was not asked."""
+    travelling: TravellingLayers | None = None
+    """None where layers carry a state from token to token, or that was not asked."""

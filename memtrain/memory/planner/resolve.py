@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from memtrain.errors import DataError, DoesNotFit, Fault, RecipeError
 from memtrain.memory.estimate.host_memory import host_shortage
@@ -161,11 +162,11 @@ def open_space(asked: SourcedRecipe, facts: PlannerInputs) -> tuple[DecisionLog,
     refuse_vllm(ledger, base)
     wholes = in_backward_choices(ledger, (base.batch_size, base.batch_tokens), base.num_processes)
     ledger.raise_refusals()
-    case = StrategyContext(asked, facts.with_measured_layers(base))
     choices = space(base, case, micro_batches, wholes)
     if not choices.groups:
         raise _excludes_all(case, base)
-    return ledger, case, choices
+    measured = facts.with_measured_layers(chain.from_iterable(choices.groups))
+    return ledger, StrategyContext(asked, measured), choices
 
 
 def longest_that_fits(asked: SourcedRecipe, facts: PlannerInputs, most: int | None = None) -> Resolved | None:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 
 import memtrain
 from memtrain.errors import LaunchError
-from memtrain.memory.model_shape.layer_record import ModelRecord
+from memtrain.memory.model_shape.layer_record import ModelRecord, Treatment
 from memtrain.memory.plan.engine_kinds import uses_zero
 from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.models_beside import reward_model_batch
@@ -118,6 +118,7 @@ class LayersJob(Job):
     config: dict[str, Any]
     """The model's configuration, as in config.json."""
     settings: Settings
+    treatments: tuple[Treatment, ...] = ()
 
 
 LAYER_SETTINGS = ("device", "dtype", "attention", "liger", "kernels", "adapter", "quantize")
@@ -231,7 +232,9 @@ def traced(job: TraceJob, *, timeout_s: float = 600.0, cache: Path | None = None
     return found.model_copy(update={"is_remembered": True}) if is_remembered else found
 
 
-def layers_job(config: Mapping[str, Any], settings: Settings) -> LayersJob:
+def layers_job(
+    config: Mapping[str, Any], settings: Settings, treatments: Collection[Treatment] = ()
+) -> LayersJob:
     """The job that measures the layers of a model. Liger's code is measured where it is installed; else
     transformers' own, which keeps more."""
     fields = Settings.model_fields.items()
@@ -239,7 +242,8 @@ def layers_job(config: Mapping[str, Any], settings: Settings) -> LayersJob:
     plain = {name: value for name, value in plain.items() if name not in LAYER_SETTINGS}
     has_liger = find_spec("liger_kernel") is not None and find_spec("triton") is not None
     own = {"liger": settings.liger and has_liger}
-    return LayersJob(config=dict(config), settings=settings.model_copy(update={**plain, **ANY_STEP, **own}))
+    alone = settings.model_copy(update={**plain, **ANY_STEP, **own})
+    return LayersJob(config=dict(config), settings=alone, treatments=tuple(sorted(treatments)))
 
 
 def layer_record(job: LayersJob, *, timeout_s: float = 300.0, cache: Path | None = None) -> ModelRecord:

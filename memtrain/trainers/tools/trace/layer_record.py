@@ -10,7 +10,7 @@ its own, since frozen embeddings need no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,15 +21,28 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from memtrain.memory.model_shape.layer_record import LayerRecord, ModelRecord, Moment, Peak
+from memtrain.errors import LaunchError
+from memtrain.memory.model_shape.layer_record import (
+    LayerRecord,
+    ModelRecord,
+    Moment,
+    Peak,
+    SlicedLayers,
+    SliceMoment,
+    TravellingLayers,
+    Treatment,
+)
 from memtrain.memory.model_shape.length_rules import own_layers
 from memtrain.memory.plan.settings import Settings
+from memtrain.memory.rules.attention import MERGED
 from memtrain.trainers.memory_meter.live_tensors import Recorder
 from memtrain.trainers.model.attention.row_layout import packed_layout
 from memtrain.trainers.model.heads.backbone import backbone_of, base_model
 from memtrain.trainers.model.loading.locate import make_config
 from memtrain.trainers.model.loading.module_shapes import decoder_layers
+from memtrain.trainers.model.offload.activations import apply_checkpointing_and_offload
 from memtrain.trainers.model.offload.checkpointing import checkpoint_layers
+from memtrain.trainers.tools.trace.fake_host import TracedHost
 from memtrain.trainers.tools.trace.fake_model import bare_model, fakeify
 from memtrain.trainers.tools.trace.liger import as_fake_liger
 from memtrain.trainers.tools.trace.operator_rules import RULES, kernel_scratch, with_operator_rules
@@ -51,6 +64,13 @@ STEP_TOKENS = 128
 """Tokens between two lengths where a row is taken whole: a block of attention's kernels. Chosen."""
 LENGTHS = (2, 3, 4)
 """Pieces of the rows that are passed. Chosen: with one piece a loop over pieces holds less than its share."""
+IN_SLICES = ((2048, 512), (4096, 512), (4096, 1024), (4096, 2048))
+"""Tokens of rows and of their slices that are passed, the last where scores of pairs are kept: as many as
+what a moment grows with."""
+TRAVELLING = (128, 192, 256)
+"""Pieces of the rows whose activations travel: in shorter ones much is too small to do so."""
+PLAIN = {"slice_tokens": 0, "offload": "none", "checkpoint_every": 0}
+"""Treatments aside: each has passes of its own."""
 BESIDE = "beside the layers"
 """Owner of what the passes hold and a step does not: the last output, of which the loss picks rows."""
 SCRATCH = "kernel scratch"
@@ -127,20 +147,26 @@ class Span(NamedTuple):
     is_in_kernel: NDArray[np.bool_]
 
 
-def measure_layers(config: Mapping[str, Any], settings: Settings) -> ModelRecord:
+def measure_layers(
+    config: Mapping[str, Any], settings: Settings, treatments: Collection[Treatment] = ()
+) -> ModelRecord:
     """The record of every kind of layer under a run's precision, kernels, packing, attention and adapter."""
+    settings = settings.model_copy(update=PLAIN)
     piece = piece_of(config)
     step = STEP_TOKENS if piece == 1 else piece
     kinds = kinds_of(config, settings)
     inner = {kind: next((at for at, one in enumerate(kinds) if at and one == kind), 0) for kind in kinds}
     depth = min(len(kinds), max(inner.values()) + 2)
-    passed = Fit(step, [_passes(config, settings, depth, count * step) for count in LENGTHS])
+    passed = Fit(step, LENGTHS, [_passes(config, settings, depth, count * step) for count in LENGTHS])
     # The last layer is of its own, too: what comes next is the norm after the layers.
     last = depth - 1 if kinds[depth - 1] == kinds[-1] else inner[kinds[-1]]
     stands = [0, *(inner[kind] for kind in kinds[1:-1]), last][-len(kinds) :]
     places = list(dict.fromkeys(stands))
+    layers = tuple(passed.layer(at, is_last=at == depth - 1) for at in places)
+    slices = "slices" in treatments and can_slice(config, settings)
+    has_scores = any(moment.square for layer in layers for moment in layer.backward.moments)
     return ModelRecord(
-        kinds=tuple(passed.layer(at, is_last=at == depth - 1) for at in places),
+        kinds=layers,
         order=tuple(places.index(at) for at in stands),
         piece=piece,
         # What no token adds are adapters in half precision, which are counted with the weights.
@@ -148,6 +174,107 @@ def measure_layers(config: Mapping[str, Any], settings: Settings) -> ModelRecord
         embedded=passed.moment(partial(_before_layers, entering=True)),
         final_norm=passed.moment(_after_layers),
         final_backward=passed.peak(_final_backward),
+        sliced=_in_slices(config, settings, kinds, has_scores=has_scores) if slices else None,
+        travelling=_travelling(config, settings, depth)
+        if "travelling" in treatments and piece == 1
+        else None,
+    )
+
+
+def can_slice(config: Mapping[str, Any], settings: Settings) -> bool:
+    """Whether layers may go over a row in slices: no state from token to token, attention that is merged."""
+    merges = settings.attention in MERGED and settings.quantize != "8bit"
+    return merges and not own_layers(make_config(config).to_dict())
+
+
+def _in_slices(
+    config: Mapping[str, Any], settings: Settings, kinds: Sequence[int], *, has_scores: bool
+) -> SlicedLayers | None:
+    """A layer of each kind over a row in slices; None where they get what cannot be cut. It keeps its input
+    alone, so what comes before and after does not matter, but that the first one's needs no gradient."""
+    depth = min(len(kinds), max(2, 1 + max(map(kinds.index, kinds))))
+    lengths = IN_SLICES[: 3 + has_scores]
+    try:
+        passes = [
+            _passes(config, settings.model_copy(update={"slice_tokens": part}), depth, row)
+            for row, part in lengths
+        ]
+    except LaunchError:
+        return None
+
+    def fitted(count: Callable[[Passes], int]) -> SliceMoment:
+        told = np.array([[1, row, part, part**2][: len(lengths)] for row, part in lengths], np.float64)
+        found = np.linalg.solve(told, np.array([count(one) for one in passes], np.float64))
+        return SliceMoment(**dict(zip(("start", "row", "slice", "square"), found.tolist(), strict=False)))
+
+    def backward(one: Passes, at: int, *, in_kernel: bool) -> int:
+        start, end = one.trained.turn(at)
+        found = _span(one, one.trained.done, range(start, end), (start, end))
+        return _most(found.own + found.gradients, found.is_in_kernel if in_kernel else None)
+
+    def forward(one: Passes, at: int) -> int:
+        begin, left = one.bare.forward[at : at + 2]
+        return _most(_span(one, one.begun, range(begin, left + 1)).own) - _tables(one)
+
+    has_kernel = any(one.in_kernel.any() for one in passes)
+    return SlicedLayers(
+        backward=tuple(fitted(partial(backward, at=at, in_kernel=False)) for at in range(depth)),
+        in_kernel=tuple(fitted(partial(backward, at=at, in_kernel=True)) for at in range(depth * has_kernel)),
+        forward=tuple(fitted(partial(forward, at=at)) for at in range(depth)),
+        tables=fitted(_tables),
+        final_backward=fitted(lambda one: _most(_of_final_norm(one, one.trained.done).own)),
+    )
+
+
+def _most(own: Bytes, among: NDArray[np.bool_] | None = None) -> int:
+    """The most of some events; 0 without any."""
+    return int((own if among is None else own[among]).max(initial=0))
+
+
+def _tables(one: Passes) -> int:
+    return _before_layers(one, entering=False)
+
+
+def _travelling(config: Mapping[str, Any], settings: Settings, depth: int) -> TravellingLayers:
+    """The same layers with all that they keep on its way to the host."""
+    away = settings.model_copy(update={"offload": "all"})
+    fit = Fit(
+        STEP_TOKENS, TRAVELLING, [_passes(config, away, depth, count * STEP_TOKENS) for count in TRAVELLING]
+    )
+
+    def waiting(one: Passes) -> int:
+        marks = one.trained
+        return int(one.live(one.bare.end, marks.forward[-1])[marks.done]) - _output(one) - _tables(one)
+
+    def stays(one: Passes) -> int:
+        marks, at = one.trained, depth // 2 if depth > 2 else 0
+        end = marks.backward[len(marks.forward) - 1]
+        # What only the layers after it push out is gone by the end of their turn.
+        begin, left = marks.forward[at : at + 2]
+        return int(one.live(begin, left)[min(marks.done, end)]) if depth > 2 else 0
+
+    def in_turn(one: Passes, at: int) -> Span:
+        start, end = one.trained.turn(at)
+        found = _span(one, one.bare.end, range(start, end), (start, end))
+        return found._replace(own=found.own - _tables(one))
+
+    def in_forward(one: Passes) -> Span:
+        marks = one.trained
+        found = _span(one, one.bare.end, range(marks.forward[0], marks.forward[-1] + 1))
+        return found._replace(own=found.own - _tables(one))
+
+    turns = [fit.peak(partial(in_turn, at=at)) for at in range(depth)]
+    later = turns[1:] or turns
+    return TravellingLayers(
+        depth=depth,
+        stays=fit.moment(stays),
+        waiting=fit.moment(waiting),
+        forward=fit.peak(in_forward),
+        backward=Peak(
+            moments=tuple(moment for one in later for moment in one.moments),
+            in_kernel=tuple(moment for one in later for moment in one.in_kernel),
+        ),
+        first=turns[0],
     )
 
 
@@ -175,9 +302,9 @@ def kinds_of(config: Mapping[str, Any], settings: Settings) -> tuple[int, ...]:
 class Fit:
     """Bytes at all lengths, from passes at three: `step` tokens apart."""
 
-    def __init__(self, step: int, passes: Sequence[Passes]) -> None:
+    def __init__(self, step: int, counts: Sequence[int], passes: Sequence[Passes]) -> None:
         self.passes = passes
-        self.step, self.lengths = step, [count * step for count in LENGTHS]
+        self.step, self.lengths = (counts[1] - counts[0]) * step, [count * step for count in counts]
         self.is_alike = all(passes[0].is_like(other) for other in passes[1:])
 
     def layer(self, at: int, *, is_last: bool) -> LayerRecord:
@@ -283,13 +410,20 @@ def _after_layers(one: Passes) -> int:
 def _final_backward(one: Passes) -> Span:
     """The norm's backward pass, over what it kept of its own: of that some is gone at the highest moment."""
     marks = one.trained
-    found = _span(one, marks.forward[-1], range(marks.done, marks.backward[max(marks.backward)] + 1))
+    found = _of_final_norm(one, marks.forward[-1])
     kept = one.live(marks.forward[-1], marks.done)[marks.done]
     return found._replace(own=found.own - kept)
 
 
+def _of_final_norm(one: Passes, born: int) -> Span:
+    """What is live in the norm's backward pass of what came since the event `born`."""
+    marks = one.trained
+    return _span(one, born, range(marks.done, marks.backward[max(marks.backward)] + 1))
+
+
 def _passes(config: Mapping[str, Any], settings: Settings, depth: int, length: int) -> Passes:
-    """The passes through the first layers at a length."""
+    """The passes through the first layers at a length, treated as the settings say: layers that go over
+    slices, or whose activations travel, are not computed again besides."""
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         with_operator_rules(settings.device),
@@ -306,13 +440,18 @@ def _passes(config: Mapping[str, Any], settings: Settings, depth: int, length: i
             ids_1T = torch.zeros(1, length, dtype=torch.long)  # noqa: N806
             begun = len(recorder.events)
             run = partial(_passed, base, ids_1T, recorder, takes_layout=settings.attention != "transformers")
-            with torch.no_grad():
-                bare = run()
-            trained = run()
-            # A gradient that is added to one would be there twice.
-            model.zero_grad()
-            checkpoint_layers(base, 1)
-            again = run()
+            if settings.slice_tokens or settings.offload != "none":
+                apply_checkpointing_and_offload(model, settings, TracedHost())
+            bare = Marks(end=begun)
+            if settings.offload == "none":
+                with torch.no_grad():
+                    bare = run()
+            trained = again = run()
+            if not settings.slice_tokens and settings.offload == "none":
+                # A gradient that is added to one would be there twice.
+                model.zero_grad()
+                checkpoint_layers(base, 1)
+                again = run()
         owners = [recorder.owner_of(serial) for serial, _ in recorder.events]
         own = [num_bytes or -recorder.origins[serial].num_bytes for serial, num_bytes in recorder.events]
         weighs = np.array([owner not in (BESIDE, SCRATCH) for owner in owners])

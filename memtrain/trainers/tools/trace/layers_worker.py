@@ -16,7 +16,7 @@ def main() -> None:
     from memtrain.trainers.tools.trace.layer_record import measure_layers
 
     asked = LayersJob.model_validate_json(sys.stdin.read())
-    print(measure_layers(asked.config, asked.settings).model_dump_json())
+    print(measure_layers(asked.config, asked.settings, asked.treatments).model_dump_json())
 
 
 if __name__ == "__main__":
