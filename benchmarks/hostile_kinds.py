@@ -672,7 +672,7 @@ def cards(seed: int, folder: Path) -> tuple[str, str]:
         shown = made.render(card.read_text().split("---", 2)[2])
         wrong = [
             tag
-            for tag in ("<script", "<img", 'href="http://evil', "javascript:", "onerror=alert(1)>")
+            for tag in ("<script", "<img", 'href="http://evil', 'href="javascript:', "onerror=alert(1)>")
             if tag in shown
         ]
         report = run / "report.html"
@@ -723,7 +723,7 @@ def pushes(seed: int, folder: Path) -> tuple[str, str]:
         listed = [
             line
             for line in ended.text.splitlines()
-            if planted in line and "not" not in line and "left" not in line
+            if planted in line and "not" not in line and "left" not in line.lower()
         ]
         return f"{planted} would be uploaded: {ended.text[-800:]}" if listed else ""
 

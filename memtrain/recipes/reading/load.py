@@ -20,7 +20,7 @@ from memtrain.recipes.reading.interpolate import interpolated
 from memtrain.recipes.reading.named_sets import with_named_sets
 from memtrain.recipes.reading.overrides import apply_overrides, merged, path_of
 from memtrain.recipes.reading.regular_file import open_regular
-from memtrain.recipes.reading.shipped import configs_dir, find_recipe, shipped_names
+from memtrain.recipes.reading.shipped import COMMAND_LINE, configs_dir, find_recipe, shipped_names
 from memtrain.recipes.reading.texts import check_texts, is_too_long
 from memtrain.recipes.reading.validate import part_without_faults, recipe_of
 from memtrain.recipes.reading.yaml_reader import read_yaml
@@ -203,7 +203,7 @@ def _text(path: Path, asked_at: Place | None) -> str:
 
     Raises: RecipeError when it is missing, a folder, too large, or not UTF-8.
     """
-    where = "" if asked_at is None else str(asked_at)
+    where = COMMAND_LINE if asked_at is None else str(asked_at)
     if path.is_dir():
         of_run = f"give the recipe of the run ({path}/recipe.yaml), or its model ({path}/final)"
         is_run = (path / "recipe.yaml").is_file() and (path / "final").is_dir()
@@ -211,7 +211,7 @@ def _text(path: Path, asked_at: Place | None) -> str:
     if path.suffix in DATA_ENDINGS and path.is_file():
         raise RecipeError(
             f"{path} is a data file, not a recipe",
-            where or "the command line",
+            where,
             f"plan a run on it (memtrain plan {path} --model MODEL), measure its rows (memtrain "
             f"inspect-lengths {path}), show them (memtrain show-data {path}), or train on it (memtrain sft "
             f"{path} --model MODEL; dpo for pairs)",

@@ -1,4 +1,5 @@
 import dataclasses
+import socket
 from pathlib import Path
 
 import pytest
@@ -176,9 +177,20 @@ def test_a_byte_order_mark_and_windows_lines_are_read(folder: Path):
 
 
 def test_a_folder_and_a_missing_file_are_one_fault_each(folder: Path):
-    assert reported(str(folder)) == [(f"{folder} is a folder", "")]
+    assert reported(str(folder)) == [(f"{folder} is a folder", "the command line")]
     assert reported("mi.yaml") == [("there is no file mi.yaml", "the command line")]
     assert reported("nowhere/my.yaml") == [("there is no file nowhere/my.yaml", "the command line")]
+
+
+def test_a_file_that_cannot_be_read_has_a_place(folder: Path):
+    (folder / "long.yaml").write_bytes(b"#" * 300_000)
+    assert reported("long.yaml") == [("long.yaml is larger than 256 KiB", "the command line")]
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind("socket.yaml")
+        ((what, place),) = reported("socket.yaml")
+    assert (what[:30], place) == ("socket.yaml cannot be read: No", "the command line")
+    (folder / "my.yaml").write_text("extends: long.yaml")
+    assert reported("my.yaml") == [("extends: long.yaml is larger than 256 KiB", "my.yaml:1:10")]
 
 
 def test_interpolated_values_are_checked_at_their_line(folder: Path, monkeypatch: pytest.MonkeyPatch):

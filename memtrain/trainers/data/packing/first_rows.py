@@ -17,10 +17,13 @@ from memtrain.trainers.data.packing.by_method import none_left
 from memtrain.trainers.data.packing.token_rows import Spans, count_loss_tokens, pieces_of
 from memtrain.trainers.data.store.look_into import Found, kind_of, rendering_of
 from memtrain.trainers.data.tokenize.chat import turn_end_of
-from memtrain.trainers.data.tokenize.workers import Batch, Job, Tokenized, Tokenizing
+from memtrain.trainers.data.tokenize.workers import Batch, Job, Tokenized, Tokenizing, row_chars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+MOST_CHARS = 2**24
+"""Characters of a source's rows after which no more are taken. Taste: a few seconds of a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,8 @@ class FirstRows:
 def first_rows_as_tokens(
     recipe: Recipe, found: Sequence[Found], tokenizer: PreTrainedTokenizerFast, most: int
 ) -> FirstRows:
-    """The first `most` rows of each source, tokenized; those that cannot be read are left out.
+    """The first `most` rows of each source, tokenized, fewer of long ones; those that cannot be read are left
+    out.
 
     Raises: DataError where a setting of `data:` has no effect on rows of these formats.
     """
@@ -46,9 +50,12 @@ def first_rows_as_tokens(
     job = Job(tokenizer.backend_tokenizer.to_str(), rendering, kind, tuple(one.reading for one in found))
     places, batch, is_all = list[str](), Batch([], []), True
     for number, one in enumerate(found):
-        begun = list(islice(one.rows(), most + 1))
-        is_all = is_all and len(begun) <= most
-        for place, row in begun[:most]:
+        chars = 0
+        for count, (place, row) in enumerate(islice(one.rows(), most + 1)):
+            if count == most or chars > MOST_CHARS:
+                is_all = False
+                break
+            chars += row_chars(row)
             if not isinstance(row, BadRow):
                 batch.streams.append(number)
                 batch.lines.append((len(places), row))

@@ -26,8 +26,8 @@ Fix = Callable[[Any], Any]
 """Turns a value of a column, as Arrow gives it, into the one that JSON would hold."""
 LISTS = re.compile(r"^(large_|fixed_size_)?list(_view)?<|^large_list_view<")
 """Arrow's types of lists, as it writes them."""
-MOST_BATCH_BYTES = 2**30
-"""Memory that rows read at once may take."""
+MOST_BATCH_BYTES = 2**31
+"""Memory that rows read at once may take. Arrow's allocator takes one GiB of addresses at its first call."""
 PYTHON_BYTES = 2**28
 """Bytes of a table that are Python's objects at a time, or one row's."""
 ROWS_AT_ONCE = 64

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Ids = NDArray[np.int32]
 Ints = NDArray[np.int64]
 TokenSpan = tuple[int, int]
+
+CHARS_AT_ONCE = 2**21
+"""Characters that the tokenizer is given at once: it holds some hundred bytes a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,18 @@ class Cuts:
     """[T] whether a token reaches over the end of the prompt."""
     normalised: NDArray[np.bool_]
     """[T] whether the tokens do not add up to the text: a normaliser changed it, and the cut is not known."""
+
+
+def few_at_once(texts: Sequence[str]) -> Iterator[slice]:
+    """The texts in stretches of `CHARS_AT_ONCE` characters, or of one text that is longer."""
+    first, size = 0, 0
+    for at, text in enumerate(texts):
+        if at > first and size + len(text) > CHARS_AT_ONCE:
+            yield slice(first, at)
+            first, size = at, 0
+        size += len(text)
+    if first < len(texts):
+        yield slice(first, len(texts))
 
 
 def utf8_bytes(text: str, end: int | None = None) -> int:
@@ -127,8 +142,11 @@ class Encoder:
             return []
         texts = [piece.text for piece in pieces]
         if self.token_bytes is None:
-            found = self.tokenizer.encode_batch(texts, add_special_tokens=adds_specials)
-            return [self._by_offsets(piece, one) for piece, one in zip(pieces, found, strict=True)]
+            made: list[Encoded] = []
+            for some in few_at_once(texts):
+                found = self.tokenizer.encode_batch(texts[some], add_special_tokens=adds_specials)
+                made += [self._by_offsets(piece, one) for piece, one in zip(pieces[some], found, strict=True)]
+            return made
         ids, bounds = self._flat(texts, adds_specials)
         return self._by_bytes(pieces, ids, bounds, adds_specials)
 
@@ -136,9 +154,10 @@ class Encoder:
         """The tokens of all texts, end to end, and where each begins."""
         flat = array("i")
         bounds = [0]
-        for one in self.tokenizer.encode_batch_fast(texts, add_special_tokens=adds_specials):
-            flat.fromlist(one.ids)
-            bounds.append(len(flat))
+        for some in few_at_once(texts):
+            for one in self.tokenizer.encode_batch_fast(texts[some], add_special_tokens=adds_specials):
+                flat.fromlist(one.ids)
+                bounds.append(len(flat))
         return np.frombuffer(flat, np.int32), bounds
 
     @property

@@ -95,9 +95,9 @@ def load_tokenizer(
         # Asks the hub once: transformers itself asks for every file that may exist, with retries.
         asked = {} if Path(place).is_dir() else find_origin(name, revision).kwargs()
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **asked)
-    except Exception as error:
+    except BaseException as error:
         # Every kind of network, hub and parsing fault ends here; its own words say which.
-        if isinstance(error, MemtrainError):
+        if isinstance(error, MemtrainError) or not (isinstance(error, Exception) or is_panic(error)):
             raise
         if (Path(place) / "config.json").exists():
             # transformers reads it first: where that is what fails, it is not the tokenizer's fault.
@@ -116,9 +116,31 @@ def load_tokenizer(
             "give a tokenizer that comes with tokenizer.json",
         )
     check_growth(tokenizer)
+    _check_works(tokenizer, name, key)
     if chat_template is not None:
         tokenizer.chat_template = template_text(chat_template)
     return tokenizer
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether the tokenizer's own program broke: its exception is no `Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
+def _check_works(tokenizer: PreTrainedTokenizerFast, name: str, key: str) -> None:
+    """Raise DataError where a tokenizer breaks on a text, or adds tokens that it does not have."""
+    fix = "take tokenizer.json as published with the model, or name another place of it: model.tokenizer"
+    try:
+        ids: list[int] = tokenizer.backend_tokenizer.encode("a", add_special_tokens=True).ids
+        tokenizer.backend_tokenizer.decode(ids)
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        raise DataError(f"the tokenizer '{name}' breaks on a text: {words_of(error)}", key, fix) from None
+    known = set(tokenizer.get_vocab().values())
+    if unknown := [one for one in ids if one not in known]:
+        what = f"the tokenizer '{name}' makes the token {unknown[0]} of the text 'a', and has no such token"
+        raise DataError(what, key, fix)
 
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")

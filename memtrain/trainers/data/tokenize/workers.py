@@ -29,7 +29,7 @@ from memtrain.recipes.formats.system_prompt import with_system
 from memtrain.recipes.formats.unpaired import Unpaired
 from memtrain.trainers.data.sources.readers import Line
 from memtrain.trainers.data.store.token_store import Rows, TokenRow, as_rows
-from memtrain.trainers.data.tokenize.encode import Encoded, Encoder
+from memtrain.trainers.data.tokenize.encode import CHARS_AT_ONCE, Encoded, Encoder
 from memtrain.trainers.data.tokenize.plain_rows import (
     MOST_ROW_CHARS,
     PlainTexts,
@@ -41,8 +41,6 @@ from memtrain.trainers.data.tokenize.render import Piece, Rendering, render, tex
 from memtrain.trainers.data.tokenize.unrendered import unrendered_fields, unused_columns
 
 ROWS_AT_ONCE = 1000
-CHARS_AT_ONCE = 2**21
-"""A batch ends with this many characters too: the tokenizer holds some hundred bytes a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +302,7 @@ def row_of_pair(chosen: Encoded, rejected: Encoded, margin: float | None, stream
 
 
 def batches(rows: Iterable[tuple[int, Line]], rows_at_once: int = ROWS_AT_ONCE) -> Iterator[Batch]:
-    """Rows in batches of `rows_at_once`, fewer when they are long."""
+    """Rows in batches of `rows_at_once`, fewer when they are long: with `CHARS_AT_ONCE` a batch ends too."""
     batch, size = Batch([], []), 0
     for stream, line in rows:
         batch.streams.append(stream)

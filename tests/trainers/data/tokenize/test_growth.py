@@ -118,3 +118,28 @@ def test_a_row_beyond_the_limit_is_left_out_and_counted(tmp_path, monkeypatch, c
     ).train
     assert (made.num_rows, made.num_skipped) == (2, 1)
     assert "a.jsonl:2: the row has" in str(made.notes)
+
+
+POST: list[dict[str, object] | int] = [
+    {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<no>", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {},
+    },
+    {"type": "BertProcessing", "sep": ["x", 9**9], "cls": ["y", 3]},
+    {"type": "RobertaProcessing", "sep": ["x", 5000], "cls": ["y", 3]}
+    | dict.fromkeys(("trim_offsets", "add_prefix_space"), True),
+    3,
+]
+
+
+def test_a_tokenizer_that_breaks_on_a_text_or_adds_tokens_that_it_lacks_is_refused(tmp_path: Path):
+    for file in FOLDER.glob("tokenizer*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    given = json.loads((FOLDER / "tokenizer.json").read_text())
+    for one in POST:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(given | {"post_processor": one}))
+        with pytest.raises(DataError, match="breaks on a text|has no such token|cannot load") as error:
+            load_tokenizer(str(tmp_path))
+        assert error.value.faults[0].fix

@@ -10,7 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from memtrain.recipes.formats.fields import Names
 from memtrain.recipes.formats.prompt import ASKED
-from memtrain.trainers.data.tokenize.encode import Encoder
+from memtrain.trainers.data.tokenize import encode
+from memtrain.trainers.data.tokenize.encode import Encoder, few_at_once
 from memtrain.trainers.data.tokenize.render import Piece, Rendering
 from memtrain.trainers.data.tokenize.tiny_tokenizer import FOLDER, training_texts
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
@@ -298,3 +299,16 @@ def test_a_row_never_ends_twice_and_a_prompt_never_ends():
     bare = Rendering(None, {}, None, completion_only=True, assistant_only=False)
     own = Job(OTHERS["both ends"], bare, "text", (Reading("text", Names()),))
     assert rows_of([{"text": "3 + 1"}], own).rows.ids.tolist()[-1] == end, "the tokenizer's own end stays"
+
+
+def test_the_tokenizer_is_given_few_characters_at_once_whatever_the_rows(monkeypatch: pytest.MonkeyPatch):
+    texts = ["a b", "", "c" * 30, "d e f", "g " * 9]
+    assert [texts[some] for some in few_at_once(texts)] == [texts]
+    monkeypatch.setattr(encode, "CHARS_AT_ONCE", 8)
+    assert [texts[some] for some in few_at_once(texts)] == [["a b", ""], ["c" * 30], ["d e f"], ["g " * 9]]
+    assert list(few_at_once([])) == []
+    encoder = Encoder(load_tokenizer("builtin:tiny").backend_tokenizer.to_str())
+    pieces = [Piece(text, 0, ((0, len(text)),), adds_specials=False) for text in texts]
+    few = [one.ids.tolist() for one in encoder.encode(pieces)]
+    monkeypatch.setattr(encode, "CHARS_AT_ONCE", 2**21)
+    assert few == [one.ids.tolist() for one in encoder.encode(pieces)]
