@@ -15,7 +15,7 @@ from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.hardware.packages import ELSEWHERE
 from memtrain.memory.model_shape.config_file import check_values, read_config_json, untagged
 from memtrain.memory.model_shape.families import FAMILIES
-from memtrain.memory.model_shape.known_models import known_config
+from memtrain.memory.model_shape.known_models import known_model, not_trained
 from memtrain.memory.model_shape.rope_scaling import scaled
 from memtrain.memory.plan.units import gib
 from memtrain.memory.rules.assumed_lengths import assumed_counter, assumed_profile
@@ -37,6 +37,8 @@ class LookedAt:
     note: str = ""
     is_on_hub_only: bool = False
     """Neither the weights nor the tokenizer are here, and the hub cannot be asked."""
+    is_by_name: bool = False
+    """The configuration is that of another model, which the name says."""
 
 
 def look_at_model(model: Model) -> LookedAt:
@@ -105,19 +107,20 @@ def _on_hub(path: str, revision: str) -> LookedAt:
     asked, why = _ask_hub(path, revision)
     if asked is not None:
         return LookedAt(asked)
-    known = known_config(path)
+    known = known_model(path)
     if known is None:
+        other = not_trained(path)
         raise LaunchError(
-            f"{why}, and {path} is not in memtrain's table of shapes",
+            f"{why}, and {path} is not in memtrain's table of shapes{f'; {other}' if other else ''}",
             "model.path",
-            "connect this machine to the hub, give a folder with a config.json, or write the shape into "
+            "name a model of text, such as the language model inside"
+            if other
+            else "connect this machine to the hub, give a folder with a config.json, or write the shape into "
             "model.config",
         )
-    return LookedAt(
-        known,
-        f"{why[0].upper()}{why[1:]}: the shape of {path} is from memtrain's own table.",
-        is_on_hub_only=True,
-    )
+    said = f"{known.name}'s, by its name" if known.is_by_name else "from memtrain's own table"
+    note = f"{why[0].upper()}{why[1:]}: the shape of {path} is {said}."
+    return LookedAt(known.config, note, is_on_hub_only=True, is_by_name=known.is_by_name)
 
 
 def _ask_hub(path: str, revision: str) -> tuple[dict[str, Any] | None, str]:

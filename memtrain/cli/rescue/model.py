@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -11,7 +10,7 @@ from typing import Any, cast
 from memtrain.cli.plan.lookup import LookedAt, look_at_model
 from memtrain.cli.plan.model_shape import shape_for
 from memtrain.errors import LaunchError, RecipeError
-from memtrain.memory.model_shape.known_models import known_config, known_name
+from memtrain.memory.model_shape.known_models import known_model, not_trained
 from memtrain.memory.rules.adapter_targets import missing_targets
 from memtrain.recipes.importers.importing import Foreign
 from memtrain.recipes.importers.tool import Tool
@@ -19,10 +18,6 @@ from memtrain.recipes.sections.model import Model as RecipeModel
 
 _OTHERS = {"verl": "actor_rollout_ref.model.path", "unsloth": "from_pretrained.model_name"}
 """Keys of the model, where a configuration has none."""
-
-
-_PICTURES = r"(?<![a-z])(vl|vlm|vision|llava|internvl|omni|audio|paligemma|pixtral)(?![a-z])"
-"""Words in the names of models that read pictures or sound."""
 
 
 @lru_cache(maxsize=8)
@@ -33,21 +28,22 @@ def looked_at(path: str, revision: str | None) -> tuple[LookedAt, str]:
     Raises: LaunchError when it is nowhere, and its name is of no known model.
     """
     try:
-        return look_at_model(RecipeModel(path=path, revision=revision)), ""
+        found = look_at_model(RecipeModel(path=path, revision=revision))
+        return found, f"{found.note[:-1]} (--model names another)." if found.is_by_name else ""
     except LaunchError as error:
         what = error.faults[0].what
-    name = known_name(path)
-    config = None if name is None else known_config(name)
-    if name is None or config is None:
+    known, other = known_model(path), not_trained(path)
+    if known is None:
         fix = "add --model owner/name, a model of the same shape; or give the model's folder"
-        if re.search(_PICTURES, path.rpartition("/")[2], re.I):
-            what += "; by its name it reads more than text, and memtrain trains text models"
+        if other is not None:
+            what += "" if other in what else f"; {other}"
             fix = "add --model with the language model inside to plan that part (Qwen/Qwen2.5-7B of its VL)"
         raise LaunchError(what, "the model of the configuration", fix)
     note = (
-        f"{what[0].upper()}{what[1:]}: the shape of {name} is planned, by its name (--model names another)."
+        f"{what[0].upper()}{what[1:]}: the shape of {known.name} is planned, by its name (--model names "
+        "another)."
     )
-    return LookedAt(config, is_on_hub_only=True), note
+    return LookedAt(known.config, is_on_hub_only=True), note
 
 
 def with_model(foreign: Foreign, model: str | None) -> Foreign:

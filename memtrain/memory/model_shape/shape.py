@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from memtrain.errors import RecipeError
 from memtrain.memory.model_shape.config_names import canonical
@@ -358,7 +358,9 @@ def shape_of(
         # A counted model may have no attention at all.
         heads = int(known["num_attention_heads"] if counts is None else known.get("num_attention_heads") or 1)
         layers, vocab = int(known["num_hidden_layers"]), int(known["vocab_size"])
-        mlp_width = int(known.get("intermediate_size") or 4 * width)
+        # Gemma 3n writes a width for each layer.
+        mlp = known.get("intermediate_size") or 4 * width
+        mlp_width = int(max(cast(list[int], mlp)) if isinstance(mlp, list) else mlp)
     except (KeyError, TypeError) as missing:
         raise RecipeError(
             f"the model's config does not have {missing}",

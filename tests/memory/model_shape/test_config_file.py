@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from memtrain.errors import LaunchError
-from memtrain.memory.model_shape import known_models
 from memtrain.memory.model_shape.config_file import asked_code, check_values, read_config_json, without_code
+from memtrain.memory.model_shape.known_models import known_config, known_models
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -142,9 +142,9 @@ def test_no_default_of_transformers_is_refused():
 
 
 def test_every_shipped_shape_is_within_the_limits():
-    for name, config in known_models._SHAPES.items():
-        check_values(config, name)
-    assert len(known_models._SHAPES) > 20
+    for name in known_models():
+        check_values(known_config(name) or {}, name)
+    assert len(known_models()) > 200
 
 
 def test_the_keys_that_choose_code_are_left_out_of_every_part_and_named():

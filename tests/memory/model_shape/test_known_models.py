@@ -1,10 +1,19 @@
 """Shapes of the table against the numbers of parameters that their owners publish."""
 
+import json
+import re
+
 import pytest
 
 from memtrain.cli.plan.model_shape import shape_for
-from memtrain.memory.model_shape.known_models import known_config, known_models, known_name
-from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.model_shape.known_models import (
+    TABLE,
+    known_config,
+    known_model,
+    known_models,
+    not_trained,
+)
+from memtrain.memory.model_shape.shape import has_formula, shape_of
 from memtrain.recipes.reading.load import load_recipe
 from memtrain.recipes.reading.shipped import shipped_names
 
@@ -130,16 +139,106 @@ def test_every_shipped_recipe_names_a_known_model():
         assert path.startswith("builtin:") or known_config(path) is not None, path
 
 
+NOT_AS_CALLED = {
+    "falcon3-1b": 1.669,
+    "llama-4-scout-17b-16e": 107.77,
+    "llama-4-maverick-17b-128e": 400.71,
+    "gemma-4-e2b": 4.797,
+    "gemma-4-e4b": 7.632,
+    "gemma-3n-e2b": 4.435,
+    "gemma-3n-e4b": 6.835,
+}
+"""Billions of weights of models whose names count those of one pass, or none."""
+
+
+@pytest.mark.parametrize("counts", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_model_is_as_large_as_it_is_called(counts: bool):
+    """Against a number typed wrongly (of models of pictures the text part counts); the slow half builds
+    families without a formula."""
+    seen = 0
+    for name in known_models():
+        called = re.findall(r"(?:^|-)([\d.]+)([bm])(?=-|$)", name)
+        config = known_config(name) or {}
+        if has_formula(config) == counts or (not called and name not in NOT_AS_CALLED):
+            continue
+        billions = shape_for(config).num_parameters / 1e9
+        size = max((float(size) / (1 if unit == "b" else 1000) for size, unit in called), default=0)
+        if name in NOT_AS_CALLED:
+            assert billions == pytest.approx(NOT_AS_CALLED[name], rel=1e-3), name
+        else:
+            assert 0.75 < billions / size < 1.35, (name, billions)
+        seen += 1
+    assert seen > 60
+
+
+def test_every_entry_has_a_source_and_no_name_stands_twice():
+    entries = json.loads(TABLE.read_text())["models"]
+    assert all(one["source"] and ("like" in one or one["config"]["model_type"]) for one in entries)
+    names = [name for one in entries for name in one["names"]]
+    assert len(names) == len(set(names)) == len(known_models())
+    assert all(name == name.lower() and "/" not in name for name in names)
+
+
 def test_an_unknown_model_has_no_shape():
     assert known_config("someone/other-7b") is None
     assert "llama-3.1-8b" in known_models()
 
 
 @pytest.mark.parametrize(
-    ("folder", "name"),
-    [("/data/qwen/Qwen1.5-14B-Chat-v3.0", "qwen1.5-14b"), ("./Qwen/Qwen2.5-7B/", "qwen2.5-7b")]
-    + [("/models/Qwen2.5-Coder-7B-Instruct", "qwen2.5-coder-7b"), ("/m/Meta-Llama-3.1-8B_ft", "llama-3.1-8b")]
-    + [("/models/Qwen2.5-VL-7B", None), ("/m/gemma-2-27bx", None), ("/public/model", None)],
+    ("path", "name", "is_by_name"),
+    [
+        ("unsloth/Qwen3-8B-unsloth-bnb-4bit", "qwen3-8b", False),
+        ("Qwen/Qwen3-4B-Thinking-2507", "qwen3-4b", False),
+        ("axolotl-quants/Llama-4-Scout-17B-16E-Linearized-bnb-nf4-bf16", "llama-4-scout-17b-16e", False),
+        ("unsloth/Mistral-Nemo-Base-2407-bnb-4bit", "mistral-nemo-2407", False),
+        ("unsloth/DeepSeek-R1-0528-Qwen3-8B", "qwen3-8b", True),
+        ("allenai/Llama-3.1-Tulu-3-8B-SFT", "llama-3.1-8b", True),
+        ("allenai/tulu-2-dpo-70b", "llama-2-70b", True),
+        ("cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr", "pythia-1b-deduped", True),
+        ("me/wordle-grpo-Qwen3-1.7B", "qwen3-1.7b", True),
+        ("allenai/truthfulqa-info-judge-llama2-7B", "llama-2-7b", True),
+        ("/data/qwen/Qwen1.5-14B-Chat-v3.0", "qwen1.5-14b", True),
+        ("/m/Meta-Llama-3.1-8B_ft", "llama-3.1-8b", True),
+        ("./Qwen/Qwen2.5-7B/", "qwen2.5-7b", False),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2.5-vl-7b", False),
+    ],
 )
-def test_a_folder_is_known_by_the_longest_name_that_it_begins_with(folder, name):
-    assert known_name(folder) == name
+def test_a_name_that_says_a_model_and_its_size_is_that_one(path: str, name: str, is_by_name: bool):
+    found = known_model(path)
+    assert found is not None
+    assert (found.name, found.is_by_name) == (name, is_by_name)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tiiuae/Falcon-H1-7B-Base",  # no Falcon-7B
+        "google/gemma-4-7b",  # no Gemma 7B, of another generation
+        "microsoft/phi-4-small",
+        "me/Qwen3-Embedding-8B",
+        "me/Qwen3-VL-7B",
+        "me/llava-v1.6-mistral-7b",
+        "me/Qwen3-8B-and-Llama-3.1-70B",
+        "me/Qwen3-9B",
+        "/m/gemma-2-27bx",
+        "/public/model",
+        "hamishivi/qwen2_5_openthoughts2",
+    ],
+)
+def test_a_name_that_may_be_another_model_is_not_guessed(path: str):
+    assert known_model(path) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("PaddlePaddle/PaddleOCR-VL", "reads more than text"),
+        ("unsloth/whisper-large-v3", "writes sound"),
+        ("unsloth/all-MiniLM-L6-v2", "an encoder"),
+        ("unsloth/diffusiongemma-26B-A4B-it", "denoises"),
+        ("me/novel-7b", None),
+    ],
+)
+def test_a_family_that_is_not_trained_is_said_by_its_name(path: str, why: str | None):
+    assert (why is None) == (not_trained(path) is None)
+    assert (why or "") in (not_trained(path) or "")
