@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,10 +86,24 @@ def read_command(text: str, name: str) -> CommandLine:
 
     Raises: RecipeError when its quotes do not close.
     """
-    found = [_parsed(line, name, known) for line, known in commands(text)]
-    if not found:
+    try:
+        read = [(one, _parsed(one.words, one.known)) for one in commands(text)]
+    except ValueError as error:
+        raise RecipeError(
+            f"the command cannot be read: {error}", name, "close its quotes, or paste it alone"
+        ) from None
+    if not read:
         raise RecipeError(f"{name} holds no command", name, "paste the command that trains")
-    best = max(found, key=lambda one: len(one.keys))
+    command, best = max(read, key=lambda one: len(one[1].keys))
+    others = [made for one, made in read if one.branch == command.branch and made is not best]
+    if command.branch and any(
+        made.keys.keys() & best.keys.keys() and made.keys != best.keys for made in others
+    ):
+        raise RecipeError(
+            f"which command trains depends on `{command.branch.splitlines()[0][:80]}`, which nothing decides",
+            name,
+            "set its variables (NAME=value before the command), or paste the command alone",
+        )
     _leave_unset(best)
     return best
 
@@ -102,18 +115,14 @@ def _leave_unset(made: CommandLine) -> None:
         if not names_in(text):
             continue
         last = text.rstrip("/").rpartition("/")[2]
-        if names_in(last) or last == text or isinstance(value, list):
+        if "$((" in text or names_in(last) or last == text or isinstance(value, list):
             del made.keys[key]
             made.unset[key] = text
         else:
             made.keys[key] = last
 
 
-def _parsed(line: str, name: str, known: Mapping[str, str]) -> CommandLine:
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError as error:
-        raise RecipeError(f"the command cannot be read: {error}", name, "close its quotes") from None
+def _parsed(words: list[str], known: Mapping[str, str]) -> CommandLine:
     made = CommandLine([])
     is_of_all = False
     said, at = {key: known[key] for key in _OF_ENVIRONMENT if key in known}, 0
@@ -140,6 +149,8 @@ def _parsed(line: str, name: str, known: Mapping[str, str]) -> CommandLine:
             pass  # A variable of the environment.
         elif has_value and re.fullmatch(r"\+{0,2}[A-Za-z_][\w.]*", flag):
             made.keys[flag.lstrip("+")] = _value(value)
+        elif re.fullmatch(r"~[A-Za-z_][\w.]*(=.*)?", word):
+            made.keys.pop(flag.lstrip("~"), None)  # Hydra's: the key is taken out.
         else:
             if word.endswith(".py") or made.words[-1:] == ["-m"]:
                 _take_launchers(made)

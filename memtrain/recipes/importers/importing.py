@@ -23,7 +23,7 @@ from memtrain.recipes.importers.python_script import calls_of
 from memtrain.recipes.importers.script_calls import script_config
 from memtrain.recipes.importers.tool import Tool, ToolReading, read_keys
 from memtrain.recipes.importers.unsloth import UNSLOTH
-from memtrain.recipes.importers.verl import VERL, resolved
+from memtrain.recipes.importers.verl import VERL, file_of, resolved
 from memtrain.recipes.peers.table import table
 from memtrain.recipes.reading.load import load_text, read_mapping
 from memtrain.recipes.reading.regular_file import read_regular
@@ -259,7 +259,7 @@ def _foreign(
     dotted = flat(config)
     found = TOOLS[tool or guess_tool({**dotted, **unset}, words, name)]
     if found is VERL:
-        config, nowhere = resolved(dotted)
+        config, nowhere = resolved(flat(file_of(dotted)) | dotted)
         unset = {**unset, **nowhere}
     elif found is AXOLOTL:
         config = flat(config, only=("trl", "vllm"))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from memtrain.errors import RecipeError
 from memtrain.recipes.importers.tool import Tool, ToolReading
 from memtrain.recipes.peers.table import table
+from memtrain.recipes.reading.load import read_mapping
+from memtrain.recipes.reading.yaml_tree import plain
 
 _AR = "actor_rollout_ref"
 METHODS = {
@@ -44,6 +47,11 @@ def read(reading: ToolReading) -> None:
     Raises: RecipeError for an estimator that has no counterpart, and for a number that is none.
     """
     is_online = any(key.startswith((f"{_AR}.", "algorithm.")) for key in reading.config)
+    name = str(reading.get("config_name", "")).removesuffix(".yaml")
+    if "megatron" in name or any(".megatron." in key for key in reading.config):
+        reading.notes.append("Megatron's engine divides tensors and layers; here FSDP2 divides the weights")
+    if name and name not in OWN_FILES and not file_of(reading.config):
+        reading.lose("config_name", "the file is not here: what it sets is not read; run this where it is")
     _devices(reading, is_online=is_online)
     if is_online:
         _online(reading)
@@ -444,6 +452,27 @@ def _run(reading: ToolReading) -> None:
     kept = [name for name in names if name in ("wandb", "mlflow", "tensorboard")]
     if kept:
         reading.set_trl("report_to", kept, "trainer.logger")
+
+
+OWN_FILES = (
+    "ppo_trainer",
+    "ppo_megatron_trainer",
+    "sft_trainer",
+    "sft_trainer_engine",
+    "generation",
+    "evaluation",
+)
+"""Configurations that come with verl, whose values are the defaults."""
+
+
+def file_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of the file that `--config-path` and `--config-name` name, where it is here."""
+    name = str(config.get("config_name", "")).removesuffix(".yaml")
+    path = Path(str(config.get("config_path", "."))).expanduser() / f"{name}.yaml"
+    if not name or name in OWN_FILES or not path.is_file():
+        return {}
+    read = cast(dict[str, Any], plain(read_mapping(path)))
+    return {key: value for key, value in read.items() if key not in ("defaults", "hydra")}
 
 
 def resolved(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -122,6 +122,80 @@ def test_sentences_beside_a_command_are_passed_over(tmp_path: Path):
     }
 
 
+@pytest.mark.parametrize(
+    ("before", "value"),
+    [
+        ("X=$((1024 * (2 + 1)))", 3072),
+        ("A=3 B=4\nX=$(((A + $B) * 2))", 14),
+        ("A=7\nX=$((A / 2 - 7 % 4 + 2**3))", 8),
+        ("X=${NOT_SET_1:-${NOT_SET_2:-8}}", 8),
+        ('X=${NOT_SET_1:-"${HOME:+set}/x"}', "set/x"),
+        (': "${X:=9}"', 9),
+        ("P=/a/b/c.yaml\nX=${P##*/}", "c.yaml"),
+        ("P=/a/b/c.yaml\nX=${P%/*}", "/a/b"),
+        ("P=a-b\nX=${P//-/_}", "a_b"),
+        ("P=aB\nX=${P^^}", "AB"),
+        ("A=(1 2)\nA+=(3)\nX=${#A[@]}", 3),
+        ("A=(1 22 3)\nX=${A[1]}", 22),
+        ("M=b\nif [ $M = a ]; then\n  X=1\nelif [[ $M == b && -n $M ]]; then\n  X=2\nelse\n  X=3\nfi", 2),
+        ("M=b; if [ $M != b ]; then X=1; else X=2; fi", 2),
+        ("N=4\n[ $N -gt 2 ] && X=1\n[ $N -gt 8 ] && X=2", 1),
+        ("M=c\ncase $M in\n  a|b) X=1 ;;\n  c|d)\n    X=2\n    ;;\n  *) X=3 ;;\nesac", 2),
+        ("ON=true\nX=1\nif $ON; then X=2; fi", 2),
+        ("for X in 5; do", 5),
+        ("cat <<EOF > a.txt\nit's X=3\nEOF\nX=4", 4),
+        ("export X='a b' # it's", "a b"),
+        ("X=1; exit_code=0", 1),
+        ('X="it\'s"', "it's"),
+    ],
+)
+def test_what_a_script_sets_is_known(before: str, value: object):
+    assert keys_of(f'{before}\n{TRAINS}x.y="$X"')["x.y"] == value
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "X=$(nvidia-smi | wc -l)",
+        "X=`date`",
+        "X=$1",
+        "X=$((NOT_SET_1 / 2))",
+        "X=$((9**9**9))",
+        "X=1\nif [ -d /data ]; then X=2; fi",
+        "X=1\ncase $1 in a) X=2 ;; esac",
+        "for X in 1 2; do",
+        "X=1\n[ $# -gt 1 ] && X=2",
+        "A=a\n" + "A=$A$A\n" * 60 + "X=$A",
+    ],
+)
+def test_what_only_running_it_would_tell_is_left_out_and_told(before: str):
+    read = read_command(f'{before}\n{TRAINS}x.y="$X"', "run.sh")
+    assert "x.y" not in read.keys
+    assert "x.y" in read.unset
+
+
+def test_a_branch_that_nothing_decides_is_refused():
+    branches = f"if [ -d /fast ]; then\n  {TRAINS}a.b=1\nelse\n  {TRAINS}a.b=2\nfi\n"
+    with pytest.raises(RecipeError, match="-d /fast"):
+        read_command(branches, "run.sh")
+    assert keys_of(f"M=1\n{branches.replace('-d /fast', '$M = 1')}")["a.b"] == 1
+    assert keys_of(f"{branches.replace('else', 'fi').removesuffix('fi' + chr(10))}")["a.b"] == 1
+
+
+def test_the_end_of_a_script_and_a_key_that_is_taken_out():
+    assert keys_of(
+        f"{TRAINS}a.b=1 c.d=2 ~c.d 2>&1 | tee run.log --append x\nexit 0\n{TRAINS}a.b=2 c.d=2 e.f=3"
+    ) == {
+        "algorithm.adv_estimator": "grpo",
+        "a.b": 1,
+    }
+
+
+def test_arrays_keep_their_words():
+    read = keys_of("A=(a.b=\"x y\" c.d='${e.f}')\n" + TRAINS + '"${A[@]}"')
+    assert (read["a.b"], read["c.d"]) == ("x y", "${e.f}")
+
+
 def test_quotes_that_never_close_are_told():
     with pytest.raises(RecipeError, match="No closing quotation"):
         read_command("python train.py --name 'open\n--max_length 3", "run.sh")

@@ -1,5 +1,7 @@
 """verl's configurations: the method, the loss, the steps and the lengths that they train with."""
 
+from pathlib import Path
+
 import pytest
 
 from memtrain.errors import RecipeError
@@ -213,3 +215,15 @@ def test_values_of_other_keys_are_put_in_and_unknown_ones_named():
     made = import_config(read_foreign(words))
     assert made.whole().length.max_prompt == 100
     assert "${nowhere.name}" in made.notes[0]
+
+
+def test_the_file_that_a_command_names_is_read(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\ndata: {max_prompt_length: 100, max_response_length: 200}\n"
+    )
+    start = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet "
+    start += f"{AR}.model.path=a/b {AR}.rollout.n=4 data.max_prompt_length=50 --config-name=mine "
+    length = import_config(read_foreign(f"{start} --config-path={tmp_path}")).whole().length
+    assert (length.max_prompt, length.max_length) == (50, 250)
+    made = import_config(read_foreign(start))
+    assert any(line.startswith("config_name: mine is not carried over") for line in made.notes)
