@@ -36,6 +36,10 @@ Processes = Annotated[
         "--processes", "--num-gpus", min=1, help="Devices of the original run; 1 if the file does not say."
     ),
 ]
+Trainer = Annotated[
+    int | None,
+    typer.Option("--trainer", min=1, help="Which trainer of a script that trains more than once: 1, 2, ..."),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 
 
@@ -48,10 +52,11 @@ def import_config(
     method: Method = None,
     output: Output = None,
     processes: Processes = None,
+    trainer: Trainer = None,
     force: Force = False,
 ) -> None:
     """Translate another trainer's configuration into a recipe, and list its keys without a counterpart."""
-    _import(config, tool, method, output, processes, force)
+    _import(config, tool, method, output, processes, force, trainer)
 
 
 def import_trl(
@@ -70,7 +75,13 @@ def import_trl(
 
 
 def _import(
-    config: str, tool: str | None, method: str | None, output: Path | None, processes: int | None, force: bool
+    config: str,
+    tool: str | None,
+    method: str | None,
+    output: Path | None,
+    processes: int | None,
+    force: bool,
+    trainer: int | None = None,
 ) -> None:
     from memtrain.recipes.importers.importing import import_config as imported
     from memtrain.recipes.importers.importing import read_foreign
@@ -84,13 +95,18 @@ def _import(
             where="--method",
             fix=f"did you mean {' or '.join(near)}?" if near else f"give one of {', '.join(IMPORTED)}",
         )
-    foreign = read_foreign(config, tool, method, processes)
+    foreign = read_foreign(config, tool, method, processes, trainer)
     made = imported(foreign, "recipe.yaml" if output is None else str(output))
+    if output is not None:
+        for name, text in made.code.items():
+            write_text(text, output.parent / name, replace=force, confirm_on_stderr=True)
     write_text(made.text, output, replace=force, confirm_on_stderr=True)
     summary = f"Read as a configuration of {made.tool.title}, method {made.method}."
     for line in [summary, *made.notes] if tool is None else made.notes:
         wrapped = textwrap.wrap(line, columns(), subsequent_indent="  ", break_long_words=False)
         typer.echo("\n".join(wrapped), err=True)
+    if made.code and output is None:
+        typer.echo(f"-o FILE writes {', '.join(made.code)} too, which the recipe names.", err=True)
     if made.faults:
         name = "the recipe" if output is None else str(output)
         typer.echo(f"{name} is not complete yet:", err=True)

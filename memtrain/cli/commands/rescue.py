@@ -53,6 +53,10 @@ ModelName = Annotated[
         "--model", help="Model to plan in place of the configuration's, whose folder is on another machine."
     ),
 ]
+Trainer = Annotated[
+    int | None,
+    typer.Option("--trainer", min=1, help="Which trainer of a script that trains more than once: 1, 2, ..."),
+]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the recipe that fits.", show_default=False)
 ]
@@ -75,6 +79,7 @@ def rescue(
     method: Method = None,
     max_length: MaxLength = None,
     model: ModelName = None,
+    trainer: Trainer = None,
     output: Output = None,
     as_json: Json = False,
     html: Html = None,
@@ -99,7 +104,9 @@ def rescue(
     text = "" if traceback is None else sys.stdin.read() if traceback == "-" else _read(traceback)
     method = None if method is None else spelled_method(method)
     found = rescued(
-        RescueQuestion(config, text, gpu, budget, num_gpus, tool, method, max_length, host_memory, model)
+        RescueQuestion(
+            config, text, gpu, budget, num_gpus, tool, method, max_length, host_memory, model, trainer
+        )
     )
     if output is not None and found.recipe_text:
         write_text(found.recipe_text, output, replace=force, confirm_on_stderr=True)

@@ -72,6 +72,7 @@ class RescueQuestion:
     max_length: int | None = None
     host_memory: str | None = None
     model: str | None = None
+    trainer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def rescued(asked: RescueQuestion) -> Rescue:
     own = _own_recipe(asked)
     if own is not None:
         return _of_recipe(asked, own, _died(asked))
-    foreign = read_foreign(asked.config, asked.tool, asked.method, asked.num_gpus)
+    foreign = read_foreign(asked.config, asked.tool, asked.method, asked.num_gpus, asked.trainer)
     return rescued_foreign(with_model(foreign, asked.model), asked)
 
 

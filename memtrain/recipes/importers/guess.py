@@ -43,15 +43,16 @@ _METHOD_SIGNS = {
     "cpo": ("cpo_alpha",),
     "dpo": ("precompute_ref_log_probs", "ref_model_sync_steps", "rpo_alpha", "max_prompt_length", "beta"),
     "reward": ("center_rewards_coefficient",),
+    "sft": ("assistant_only_loss", "completion_only_loss", "dataset_text_field", "max_seq_length", "packing"),
 }
-
 
 READ = "TRL, Axolotl, LLaMA-Factory, Unsloth and verl"
 """Tools whose configurations are read."""
 
 UNREAD: Mapping[str, str] = {
     "torchtune": r"torchtune|\btune run\b",
-    "ms-swift": r"\b(swift|megatron) (sft|pt|rlhf)\b|^(rlhf_type|train_type|tuner_type|swift)$",
+    "ms-swift": r"\b(swift|megatron) (sft|pt|rlhf)\b|\bswift[./]cli\b"
+    r"|^(rlhf_type|train_type|tuner_type|swift)$",
     "OpenRLHF": r"openrlhf|^(micro_train_batch_size|micro_rollout_batch_size)$",
     "EasyR1": r"^worker\.(actor|rollout)\b",
     "LitGPT": r"\blitgpt\b",
@@ -119,7 +120,16 @@ _WORDS: Mapping[str, str] = {
 """Words of scripts, commands and folders, and the method; `orpo` and `cpo` are losses of `dpo`."""
 
 _NO_METHOD = ("ppo", "prm", "bco", "nash_md", "xpo", "gold", "tpo", "sdft", "sdpo", "ssd", "online_dpo")
-UNTRANSLATED = (*_NO_METHOD, "minillm", "distillation", "gmpo", "a2po", "async_grpo", "iw_opd")
+UNTRANSLATED = (
+    *_NO_METHOD,
+    "minillm",
+    "distillation",
+    "gmpo",
+    "a2po",
+    "async_grpo",
+    "iw_opd",
+    "server_distillation",
+)
 """Trainers of TRL whose configurations are not read."""
 
 
@@ -132,13 +142,13 @@ def guess_method(config: Mapping[str, Any], words: Sequence[str], name: str, fol
     told = [found for word in words if (found := _named(PurePath(word).stem))]
     told += [_WORDS[folder.lower()]] if folder.lower() in _WORDS else []
     if told:
-        return _read(told[0], name)
+        return read_method(told[0], name)
     for method, signs in _METHOD_SIGNS.items():
         if any(config.get(sign) is not None for sign in signs):
             return method
     named = _named(PurePath(name).stem)
     # A name alone makes no distillation: datasets are distilled too.
-    return _read(named, name) if named not in ("", "distill", "distillation") else "sft"
+    return read_method(named, name) if named not in ("", "distill", "distillation") else "sft"
 
 
 def _named(stem: str) -> str:
@@ -151,7 +161,22 @@ def _named(stem: str) -> str:
     return ""
 
 
-def _read(method: str, name: str) -> str:
+_BY_TRAINER: Mapping[str, str] = {
+    **{word.replace("_", ""): _WORDS.get(word, word) for word in (*_WORDS, *UNTRANSLATED)},
+    **dict.fromkeys(("unsloth", "transformers"), "sft"),
+}
+
+
+def method_of_trainer(kind: str) -> str | None:
+    """The method of a trainer, by its name without `Trainer`, one that is not read too; None for others."""
+    return _BY_TRAINER.get(kind.lower())
+
+
+def read_method(method: str, name: str) -> str:
+    """The method again.
+
+    Raises: RecipeError for one of a trainer that has no counterpart.
+    """
     if method in UNTRANSLATED:
         by_hand = " (memtrain init writes one)" if method in ("ppo", "online_dpo") else ""
         raise RecipeError(

@@ -19,16 +19,18 @@ from memtrain.recipes.importers.engines import accelerate_file, trainers_engine
 from memtrain.recipes.importers.guess import guess_method, guess_tool, is_recipe
 from memtrain.recipes.importers.llamafactory import LLAMAFACTORY
 from memtrain.recipes.importers.notebook import notebook_code
-from memtrain.recipes.importers.python_script import calls_of
-from memtrain.recipes.importers.script_calls import script_config
+from memtrain.recipes.importers.python_script import read_script
+from memtrain.recipes.importers.script_calls import CODE, script_config, script_method
+from memtrain.recipes.importers.script_functions import functions_text
 from memtrain.recipes.importers.tool import Tool, ToolReading, read_keys
-from memtrain.recipes.importers.unsloth import UNSLOTH
+from memtrain.recipes.importers.unsloth import UNSLOTH, tool_of
 from memtrain.recipes.importers.verl import VERL, file_of, resolved
 from memtrain.recipes.peers.table import table
 from memtrain.recipes.reading.load import load_text, read_mapping
 from memtrain.recipes.reading.regular_file import read_regular
 from memtrain.recipes.reading.yaml_tree import plain
 from memtrain.recipes.recipe import Recipe
+from memtrain.recipes.trl.sampling import ONLINE
 from memtrain.recipes.trl.translate import IMPORTED, METHODS, PAIRED, translate
 from memtrain.recipes.trl.translation import Lost, Translation
 from memtrain.recipes.trl.writing import inline, recipe_text
@@ -36,23 +38,11 @@ from memtrain.recipes.trl.writing import inline, recipe_text
 TRL = Tool(table("trl"), trainers_engine, takes_trl=True)
 """TRL itself: its groups of keys are read in `memtrain.recipes.trl`."""
 
-SCRIPT = replace(
-    UNSLOTH,
-    table=replace(
-        UNSLOTH.table,
-        title=TRL.title,
-        version=TRL.version,
-        rows={key: replace(row, default=None) for key, row in UNSLOTH.table.rows.items()},
-        assumed={"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
-    ),
-)
-"""A script of TRL's trainers: the calls without Unsloth's defaults; an adapter has those of PEFT 0.21."""
-
 TOOLS: dict[str, Tool] = {tool.name: tool for tool in (TRL, AXOLOTL, LLAMAFACTORY, UNSLOTH, VERL)}
 """Every tool by its name."""
 
-MOST_BYTES = 2**20
-"""Largest file that is read. Taste."""
+MOST_BYTES = {".ipynb": 2**28}
+"""Largest file that is read, by its ending; a notebook holds the pictures of its runs too. Taste."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +63,10 @@ class Foreign:
     """The command or script lets torch's allocator grow its segments."""
     folder: Path | None = None
     """Folder of the configuration, where it is a file."""
+    notes: tuple[str, ...] = ()
+    """What is to be known of the reading itself."""
+    code: str = ""
+    """Functions of a script that judge completions, as a module."""
 
     @property
     def is_plain_script(self) -> bool:
@@ -99,6 +93,8 @@ class Imported:
     """Name of what was read."""
     precision_is_open: bool = False
     """Nobody wrote a precision: the tool takes bfloat16 where the card has it, else float16."""
+    code: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Files that the recipe names and that go beside it: texts by name."""
 
     def whole(self) -> Recipe:
         """The recipe.
@@ -116,32 +112,48 @@ class Imported:
 
 
 def read_foreign(
-    source: str, tool: str | None = None, method: str | None = None, processes: int | None = None
+    source: str,
+    tool: str | None = None,
+    method: str | None = None,
+    processes: int | None = None,
+    trainer: int | None = None,
 ) -> Foreign:
-    """Reading of a file, or of the words of a command. `source`: a path, or the command itself.
+    """Reading of a file, or of the words of a command. `source`: a path, or the command itself. `trainer`:
+    which one of a script that trains more than once.
 
     Raises: RecipeError when it cannot be read, is a recipe already, or tells no tool.
     """
     if tool is not None and tool not in TOOLS:
         raise RecipeError(f"unknown tool '{tool}'", "--tool", f"give one of {', '.join(TOOLS)}")
     path = Path(source) if len(source) < 4096 and "\n" not in source else None
+    asked = _Asked(tool, method, processes, trainer)
     if path is not None and path.is_file():
         text = _text(path)
         if path.suffix == ".ipynb":
             code = notebook_code(text, path.name)
-            return _with_segments(_script(code, path, tool, method, processes), code)
+            return _with_segments(_script(code, path, asked), code)
         if path.suffix == ".py":
-            return _with_segments(_script(text, path, tool, method, processes), text)
+            return _with_segments(_script(text, path, asked), text)
         if path.suffix in (".yaml", ".yml", ".json", ".toml") or not looks_like(text):
             return _mapping(path, tool, method, processes)
-        return _with_segments(_command(text, path.name, tool, method, processes), text)
+        return _with_segments(_command(text, path.name, asked), text)
     if looks_like(source):
-        return _with_segments(_command(source, "the command line", tool, method, processes), source)
+        return _with_segments(_command(source, "the command line", asked), source)
     raise RecipeError(
         f"there is no file {source}",
         "the command line",
         "name a configuration, a script, or paste a command line",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The options of a reading."""
+
+    tool: str | None
+    method: str | None
+    processes: int | None
+    trainer: int | None
 
 
 def _with_segments(found: Foreign, text: str) -> Foreign:
@@ -152,29 +164,30 @@ def _with_segments(found: Foreign, text: str) -> Foreign:
 
 def _text(path: Path) -> str:
     try:
-        if path.stat().st_size > MOST_BYTES:
+        if path.stat().st_size > MOST_BYTES.get(path.suffix, 2**20):
             raise RecipeError(f"{path} is longer than a configuration", str(path), "name the configuration")
         return read_regular(path)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", str(path), "name a text file") from None
 
 
-def _script(
-    text: str,
-    path: Path,
-    tool: str | None,
-    method: str | None,
-    processes: int | None,
-    given: Mapping[str, Any] = MappingProxyType({}),
-) -> Foreign:
-    config, found, is_unsloth = script_config(text, path.name, given)
-    used = TOOLS[tool or "unsloth"]
-    if is_unsloth:
-        config["unsloth"] = True
-    elif used is UNSLOTH:
-        # The same calls without Unsloth's own are a script of TRL, and are called so.
-        used = SCRIPT
-    return Foreign(used, config, method or found, processes or 1, path.name)
+def _script(text: str, path: Path, asked: _Asked, given: Mapping[str, Any] = MappingProxyType({})) -> Foreign:
+    read = script_config(text, path.name, given, asked.method, asked.trainer)
+    used = TOOLS[asked.tool or "unsloth"]
+    if used is UNSLOTH:
+        used = tool_of(read)
+    notes = tuple(read.notes)
+    code = ""
+    if read.rewards:
+        code, lost = functions_text(read.script, read.rewards, path.name, read.line)
+        names = [one for one in read.rewards if not any(line.startswith(f"{one} ") for line in lost)]
+        notes += tuple(
+            f"rewards: {line}: write it into a file, and name it in rewards.functions" for line in lost
+        )
+        if code:
+            read.keys[CODE] = names
+            del read.keys["trainer.reward_funcs"]
+    return Foreign(used, read.keys, read.method, asked.processes or 1, path.name, notes=notes, code=code)
 
 
 def _mapping(path: Path, tool: str | None, method: str | None, processes: int | None) -> Foreign:
@@ -203,7 +216,7 @@ def _toml(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path} is not valid TOML: {error}", str(path), "fix the file") from None
 
 
-def _command(text: str, name: str, tool: str | None, method: str | None, processes: int | None) -> Foreign:
+def _command(text: str, name: str, asked: _Asked) -> Foreign:
     command = read_command(text, name)
     if command.absent:
         raise RecipeError(
@@ -225,15 +238,18 @@ def _command(text: str, name: str, tool: str | None, method: str | None, process
     if script is not None and (own := _own_arguments(script, config)) is not None:
         # The script's own calls say all.
         rest = {key: value for key, value in config.items() if key not in own}
-        read = _script(_text(script), script, tool, method, processes or number, own)
+        read = _script(_text(script), script, replace(asked, processes=asked.processes or number), own)
         return replace(read, config={**read.config, **rest})
+    if script is not None and asked.method is None:
+        asked = replace(asked, method=script_method(_text(script), script.name))
     folder = command.files[0].parent if command.files else None
-    return _foreign(config, command.words, name, tool, method, processes or number, command.unset, folder)
+    number = asked.processes or number
+    return _foreign(config, command.words, name, asked.tool, asked.method, number, command.unset, folder)
 
 
 def _own_arguments(script: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Arguments of a command that its script reads itself; None where others say how to train."""
-    _, own = calls_of(_text(script), script.name)
+    own = read_script(_text(script), script.name).own
     given = {key: value for key, value in config.items() if key in own.arguments}
     return given if config.keys() - given.keys() <= {"accelerate_config", "deepspeed"} else None
 
@@ -315,8 +331,9 @@ def import_config(
     Raises: RecipeError for a method that has no counterpart.
     """
     tool = foreign.tool
-    reading = read_keys(tool, foreign.config, foreign.processes, foreign.folder)
+    reading = read_keys(tool, foreign.config, foreign.processes, foreign.folder, foreign.method)
     reading.lost += [Lost(key, text, UNSET) for key, text in foreign.unset.items()]
+    reading.notes += foreign.notes
     if foreign.method is not None:
         reading.method = foreign.method
     if reading.method not in (*METHODS, *PAIRED):
@@ -327,6 +344,7 @@ def import_config(
         )
     trainer = reading.method
     made = translated(tool, reading)
+    code = {} if has_stand_ins else _with_code(foreign, made, output)
     reading.method = made.method
     if trainer in PAIRED:
         reading.trl["loss_type"] = made.recipe_keys["dpo.loss"][0]
@@ -361,7 +379,24 @@ def import_config(
         recipe,
         foreign.name,
         precision_is_open=reading.precision_is_open,
+        code=code,
     )
+
+
+def _with_code(foreign: Foreign, made: Translation, output: str) -> dict[str, str]:
+    """Name the functions of a script in the rewards; the file that they are written into, and its text."""
+    names = cast(list[str], foreign.config.get(CODE, []))
+    if not names or made.method not in ONLINE:
+        return {}
+    file = f"{Path(output).stem}_rewards.py"
+    weights = cast(list[object], made.config.get("reward_weights") or [])
+    asked = [{"function": f"./{file}:{name}"} for name in names]
+    for one, weight in zip(asked, weights, strict=False):
+        one |= {"weight": weight}
+    there = cast(list[object], made.recipe_keys.get("rewards.functions", ([], ""))[0])
+    made.set("rewards.functions", [*asked, *there])
+    made.notes.append(f"rewards: functions of the script are in {file}, beside the recipe")
+    return {file: foreign.code}
 
 
 def _stand_in(made: Translation) -> None:

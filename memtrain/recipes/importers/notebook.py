@@ -71,7 +71,7 @@ MOST_MENDED = 50
 
 def with_indents(text: str) -> str:
     """A script whose indents a paste has lost: beginnings of blocks without a body go, and lines too far in
-    come back; every other text as it is."""
+    come back; a line whose f-string only a later Python reads does nothing; every other text as it is."""
     lines = text.splitlines()
     for _ in range(MOST_MENDED):
         try:
@@ -84,7 +84,12 @@ def with_indents(text: str) -> str:
             if not 0 < at <= len(lines):
                 return text
             lines[at - 1] = "" if bare else lines[at - 1].lstrip()
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        except SyntaxError as error:
+            line = lines[(error.lineno or 0) - 1] if 0 < (error.lineno or 0) <= len(lines) else ""
+            if not error.msg.startswith("f-string: ") or not re.match(r"\s*(print|logger)\b", line):
+                return text
+            lines[(error.lineno or 0) - 1] = f"{line[: len(line) - len(line.lstrip())]}pass"
+        except (ValueError, RecursionError, MemoryError):
             return text
         else:
             return "\n".join(lines)

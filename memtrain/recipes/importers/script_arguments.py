@@ -12,6 +12,9 @@ Reader = Callable[[ast.expr], Any]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
+MOST_CLASSES = 1000
+"""Classes of a script that is read. Taste."""
+
 MISSING = object()
 """Value of an argument that has no default, or one that is computed."""
 
@@ -41,8 +44,13 @@ class OwnArguments:
 
 
 def own_arguments(tree: ast.AST, read: Reader, given: Mapping[str, Any]) -> OwnArguments:
-    """The arguments of a script, as a command gives them, else with their defaults."""
+    """The arguments of a script, as a command gives them, else with their defaults.
+
+    Raises: RecursionError when it has more classes, or deeper ones, than a training script.
+    """
     classes = {one.name: one for one in ast.walk(tree) if isinstance(one, ast.ClassDef)}
+    if len(classes) > MOST_CLASSES:
+        raise RecursionError
     functions = {one.name: one for one in ast.walk(tree) if isinstance(one, Function)}
     of_parser = dict(_of_argparse(tree, read))
     of_classes = {name: dict(_of_class(one, classes, read)) for name, one in classes.items()}
@@ -128,17 +136,33 @@ def _of_argparse(tree: ast.AST, read: Reader) -> Iterator[tuple[str, Any]]:
             default = _SWITCHES.get(str(_read(words.get("action"), read)))
         kind = _TYPES.get(ast.unparse(words["type"])) if "type" in words else None
         if name:
-            yield name, kind(default) if kind and isinstance(default, str | int | float) else default
+            yield (
+                name,
+                _read_as(kind, default) if kind and isinstance(default, str | int | float) else default,
+            )
+
+
+def _read_as(kind: Callable[[Any], Any], default: Any) -> Any:
+    """A default as argparse gives it; MISSING for one that its type refuses."""
+    try:
+        return kind(default)
+    except (ValueError, OverflowError):
+        return MISSING
 
 
 def _of_class(
-    one: ast.ClassDef, classes: Mapping[str, ast.ClassDef], read: Reader
+    one: ast.ClassDef,
+    classes: Mapping[str, ast.ClassDef],
+    read: Reader,
+    seen: set[ast.ClassDef] | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """(name, default) of the fields of a class, those of the script's classes that it extends first."""
-    others = {name: other for name, other in classes.items() if other is not one}
-    for base in one.bases:
-        if (above := others.get(ast.unparse(base))) is not None:
-            yield from _of_class(above, others, read)
+    seen = set() if seen is None else seen
+    seen.add(one)
+    for base in reversed(one.bases):
+        above = classes.get(ast.unparse(base))
+        if above is not None and above not in seen:
+            yield from _of_class(above, classes, read, seen)
     for line in one.body:
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
             yield line.target.id, _read(_default_of(line.value), read)

@@ -111,13 +111,17 @@ class Tool:
 
 
 def read_keys(
-    tool: Tool, config: Mapping[str, Any], processes: int, folder: Path | None = None
+    tool: Tool,
+    config: Mapping[str, Any],
+    processes: int,
+    folder: Path | None = None,
+    method: str | None = None,
 ) -> ToolReading:
-    """A configuration in TRL's words.
+    """A configuration in TRL's words. `method`: the method, where the configuration itself does not say it.
 
     Raises: RecipeError for a method that memtrain has no counterpart for.
     """
-    reading = ToolReading(config, processes, folder)
+    reading = ToolReading(config, processes, folder, method=method or "sft")
     for key, value in config.items():
         _one(tool, reading, key, value)
     tool.read(reading)

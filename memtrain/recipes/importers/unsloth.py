@@ -2,40 +2,69 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from memtrain.recipes.importers.engines import trainers_engine
 from memtrain.recipes.importers.positions import scale_positions
-from memtrain.recipes.importers.python_script import Computed
-from memtrain.recipes.importers.script_calls import ADAPT, DATASET, LOAD, OWN_DEFAULTS
+from memtrain.recipes.importers.python_script import Computed, is_computed
+from memtrain.recipes.importers.script_calls import (
+    ADAPT,
+    DATASET,
+    HELD_OUT,
+    LOAD,
+    OWN_DEFAULTS,
+    ROWS,
+    TEMPLATES,
+    ScriptConfig,
+)
 from memtrain.recipes.importers.tool import Tool, ToolReading
-from memtrain.recipes.peers.table import table
+from memtrain.recipes.peers.table import Row, table
+from memtrain.recipes.trl.translation import Lost
 
 
 def read(reading: ToolReading) -> None:
     """The adapter, precision, checkpointing, rows and vLLM."""
     for key, value in [*reading.config.items()]:
-        if isinstance(value, Computed) and not key.startswith("trainer."):
-            reading.trl = {name: one for name, one in reading.trl.items() if one is not value}
-            reading.lose(key, "its value is computed when the script runs")
+        if not is_computed(value) or key.startswith(("trainer.", "script.")) or key == DATASET:
+            continue
+        kept: dict[str, Any] | None = None
+        if isinstance(value, Mapping):
+            kept = {one: of for one, of in cast(Mapping[str, Any], value).items() if not is_computed(of)}
+        for name in [name for name, one in reading.trl.items() if one is value]:
+            reading.trl.pop(name)
+            if kept:
+                reading.trl[name] = kept
+        reading.lose(key, "its value is computed when the script runs")
     if names := reading.get(OWN_DEFAULTS):
         reading.notes.append(
             f"arguments of the script's own have their defaults ({', '.join(names)}); give the command "
             "that was run, and its values are taken"
         )
+    if changes := reading.get(ROWS):
+        reading.lost.append(
+            Lost(
+                "the script's rows",
+                changes,
+                "write the rows that it trains on to a file (dataset.to_json('rows.jsonl')), and name "
+                "that in data.train",
+            )
+        )
+    _template(reading)
+    _length(reading)
+    _group(reading)
     _adapter(reading)
     _precision(reading)
+    default = "unsloth" if _is_fast(reading) else None
     checkpoints = reading.get(
-        f"{ADAPT}.use_gradient_checkpointing", reading.get(f"{LOAD}.use_gradient_checkpointing")
+        f"{ADAPT}.use_gradient_checkpointing", reading.get(f"{LOAD}.use_gradient_checkpointing", default)
     )
-    if checkpoints == "unsloth":
-        reading.set_trl("gradient_checkpointing", True, "use_gradient_checkpointing")
-        reading.set_trl("activation_offloading", True, "use_gradient_checkpointing")
-    elif checkpoints is not None:
-        reading.set_trl(
-            "gradient_checkpointing", checkpoints not in (False, "False"), "use_gradient_checkpointing"
-        )
+    if checkpoints is not None and not is_computed(checkpoints):
+        is_on = checkpoints not in (False, "False")
+        reading.set_trl("gradient_checkpointing", is_on, "use_gradient_checkpointing")
+        reading.set_trl("activation_offloading", checkpoints == "unsloth", "use_gradient_checkpointing")
     if str(reading.get(f"{LOAD}.device_map", "")).startswith("balanced"):
         reading.notes.append(
             "device_map: balanced lays layers on several cards of one process; here each card has a "
@@ -54,6 +83,23 @@ def read(reading: ToolReading) -> None:
         )
         if reading.on(f"{LOAD}.unsloth_vllm_standby"):
             reading.set_trl("vllm_enable_sleep_mode", True, "unsloth_vllm_standby")
+
+
+def _group(reading: ToolReading) -> None:
+    """Unsloth's GRPO takes a group a device where the completions of a step are no whole number of groups.
+
+    Source: `check_num_generations` in unsloth/models/rl.py.
+    """
+    if not _is_fast(reading) or reading.method != "grpo":
+        return
+    rows, steps = "per_device_train_batch_size", "gradient_accumulation_steps"
+    group = reading.get("num_generations", 8)
+    completions = [reading.get(rows, 4), reading.get(steps, 2), group]
+    is_set = reading.config.keys() & {"steps_per_generation", "generation_batch_size"}
+    if is_set or not all(isinstance(one, int) and one > 0 for one in completions):
+        return
+    if completions[0] * completions[1] * reading.processes % group:
+        reading.set_trl(rows, group, "num_generations")
 
 
 def _adapter(reading: ToolReading) -> None:
@@ -109,27 +155,120 @@ def _precision(reading: ToolReading) -> None:
 
 
 def _rows(reading: ToolReading) -> None:
-    name = reading.get("load_dataset")
-    if isinstance(name, str) and not isinstance(name, Computed):
-        files = reading.get(f"{DATASET}.data_files")
-        if name in ("json", "csv", "parquet", "text") and isinstance(files, Computed):
-            return
-        if name in ("json", "csv", "parquet", "text") and files:
-            reading.set_recipe("data.train", _sources(files))
-            return
-        source: dict[str, object] = {"source": name}
-        split = str(reading.get(f"{DATASET}.split", "train")).partition("[")[0]
-        if split != "train":
-            source["split"] = split
-        reading.set_recipe("data.train", [source])
+    """The sources of the rows, and of those that are held out."""
+    given: list[Mapping[str, Any]] = reading.get(DATASET, [])
+    sources = [one for one in map(_source, given) if one is not None]
+    for one in given:
+        if (path := one.get("data_files", one.get("path"))) is not None and is_computed(path):
+            reading.lost.append(Lost(DATASET, str(path), "its value is computed when the script runs"))
+    for one in sources:
+        cut = one.pop("cut", None)
+        if cut is not None and "limit" not in one:
+            reading.lost.append(
+                Lost(f"{DATASET}.split", str(cut), "a share of the rows; `limit` counts them")
+            )
+        elif cut is not None:
+            reading.notes.append(f"load_dataset.split: {cut} is the first rows; `limit` draws as many of all")
+    if sources:
+        reading.set_recipe("data.train", sources)
+    strategy = reading.trl.get("eval_strategy", reading.trl.get("evaluation_strategy", "no"))
+    held = [one for one in map(_source, reading.get(HELD_OUT, [])) if one is not None]
+    if held and strategy != "no" and not is_computed(held):
+        reading.set_recipe(
+            "data.eval", [{key: of for key, of in one.items() if key != "cut"} for one in held]
+        )
 
 
-def _sources(files: Any) -> list[dict[str, object]]:
+_FORMATS = ("json", "csv", "parquet", "text", "arrow")
+"""First arguments of `load_dataset` that say what its files are."""
+
+
+def _source(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A source of a recipe from the arguments of `load_dataset`; None for one whose name is computed."""
+    path, files = given.get("path"), given.get("data_files")
+    split = given.get("split", "train")
     if isinstance(files, Mapping):
-        files = cast(Mapping[str, Any], files).get("train", [])
-    if isinstance(files, str):
-        files = [files]
-    return [{"source": str(one)} for one in cast(list[object], files)] if isinstance(files, list) else []
+        files = cast(Mapping[str, Any], files).get(str(split).partition("[")[0])
+    if path in _FORMATS:
+        path = files
+        given = {}
+    if isinstance(path, list) and len(cast(list[Any], path)) == 1:
+        path = cast(list[Any], path)[0]
+    if not isinstance(path, str) or isinstance(path, Computed):
+        return None
+    source: dict[str, Any] = {"source": path}
+    source |= {key: given[key] for key in ("name", "revision") if isinstance(given.get(key), str)}
+    split, _, cut = str(split).partition("[")
+    if split != "train" and given:
+        source["split"] = split
+    if cut:
+        source["cut"] = f"{split}[{cut}"
+        if (number := re.fullmatch(r":(\d+)\]", cut)) is not None:
+            source["limit"] = int(number[1])
+    return {key: one for key, one in source.items() if not isinstance(one, Computed)}
+
+
+SHIPPED: Mapping[str, str] = {"chatml": "chatml"}
+"""Templates of Unsloth's that write what a shipped training template does."""
+
+
+def _template(reading: ToolReading) -> None:
+    """The chat templates that a script gives its tokenizer."""
+    for asked in reading.get(TEMPLATES, []):
+        is_named = isinstance(asked, str) and not isinstance(asked, Computed) and len(asked) < 40
+        if is_named and asked in SHIPPED:
+            reading.set_recipe("model.chat_template", SHIPPED[asked])
+            continue
+        reading.lost.append(
+            Lost(
+                "chat_template",
+                asked if is_named else "a template of the script",
+                "write tokenizer.chat_template to a file (template.jinja), and name that in "
+                "model.chat_template; without it the model's own is taken",
+            )
+        )
+
+
+def _length(reading: ToolReading) -> None:
+    """Unsloth's SFT cuts rows at the length that the model was loaded for, or at a shorter `max_seq_length`.
+
+    Source: `max_length_check` in unsloth/models/rl.py.
+    """
+    if not _is_fast(reading) or reading.method != "sft":
+        return
+    most, asked = reading.get(f"{LOAD}.max_seq_length", 2048), reading.get("max_seq_length")
+    if reading.get("max_length") not in (None, most) and asked is None:
+        reading.lose("max_length", "Unsloth cuts rows at the model's max_seq_length")
+    if isinstance(most, int):
+        length = min(most, asked) if isinstance(asked, int) else most
+        reading.trl.pop("max_seq_length", None)
+        reading.set_trl("max_length", length, "max_seq_length")
 
 
 UNSLOTH = Tool(table("unsloth"), read, takes_trl=True)
+
+_PEFT = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+"""Defaults of PEFT's `LoraConfig`. Source: PEFT 0.18."""
+
+_TRANSFORMERS = {"learning_rate": 5e-5, "gradient_checkpointing": False}
+"""Defaults of transformers' `TrainingArguments` that are not those of TRL's configurations."""
+
+
+def tool_of(script: ScriptConfig) -> Tool:
+    """The tool of a script, with the defaults of its trainer's configuration: Unsloth, or, where the script
+    does not use it, TRL, as which it is called."""
+    assumed = _TRANSFORMERS if script.is_transformers else {}
+    known = UNSLOTH.table
+
+    def keeps(row: Row) -> bool:
+        if script.is_transformers or not script.is_unsloth:
+            return script.is_unsloth and row.key.startswith(ADAPT)
+        return not (row.key == "warmup_ratio" and "warmup_steps" in script.keys)
+
+    rows = {key: row if keeps(row) else replace(row, default=None) for key, row in known.rows.items()}
+    if script.is_unsloth:
+        script.keys["unsloth"] = True
+        return replace(UNSLOTH, table=replace(known, rows=rows, assumed=assumed))
+    trl = table("trl")
+    named = replace(known, title=trl.title, version=trl.version, rows=rows, assumed={**_PEFT, **assumed})
+    return replace(UNSLOTH, table=named)

@@ -69,9 +69,18 @@ def _lines(node: Mapping[str, Any], depth: int, section: type[Section]) -> list[
     return lines
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes words of a kind of their own, such as values that a script computes, as words."""
+
+
+_Dumper.add_multi_representer(str, lambda dumper, value: dumper.represent_str(str(value)))
+
+
 def inline(value: object) -> str:
     """A value on one line of YAML."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
+    text = yaml.dump(
+        value, None, _Dumper, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True
+    )
     return text.strip().removesuffix("...").strip()
 
 

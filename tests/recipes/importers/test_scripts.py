@@ -50,7 +50,8 @@ def test_a_reference_does_not_take_the_place_of_the_model(tmp_path: Path):
 
 
 def test_a_reference_beside_an_adapter_is_a_second_model_as_it_was(tmp_path: Path):
-    adapted = DPO.format(reference="mistralai/Mistral-7B-v0.1") + "config = LoraConfig(r=16)\n"
+    adapted = DPO.format(reference="mistralai/Mistral-7B-v0.1")
+    adapted = adapted.replace("args=args,", "args=args, peft_config=LoraConfig(r=16),")
     made = imported(tmp_path, adapted)
     assert made.pins["dpo.reference"] == "copy"
     assert any("no second model is loaded" in line for line in made.notes)
