@@ -405,7 +405,8 @@ class _Reader:
 
     def computed(self, op: ast.operator, left: Any, right: Any) -> Any:
         work = _ARITHMETIC[type(op)]
-        if isinstance(op, ast.Add) and isinstance(left, list | str) and type(left) is type(right):
+        is_joined = isinstance(left, list | str) and type(cast(Any, left)) is type(right)
+        if isinstance(op, ast.Add) and is_joined:
             if isinstance(left, Computed):
                 raise KeyError
             return _bounded(left + right)
