@@ -405,11 +405,10 @@ class _Reader:
 
     def computed(self, op: ast.operator, left: Any, right: Any) -> Any:
         work = _ARITHMETIC[type(op)]
-        is_joined = isinstance(left, list | str) and type(cast(Any, left)) is type(right)
-        if isinstance(op, ast.Add) and is_joined:
-            if isinstance(left, Computed):
-                raise KeyError
-            return _bounded(left + right)
+        is_text = isinstance(left, str) and isinstance(right, str) and not is_computed([left, right])
+        is_list = isinstance(left, list) and isinstance(right, list)
+        if isinstance(op, ast.Add) and (is_text or is_list):
+            return _bounded(work(left, right))
         return work(_number(left), _number(right))
 
     def either(self, is_or: bool, values: Sequence[ast.expr]) -> Any:
