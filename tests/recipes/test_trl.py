@@ -368,3 +368,45 @@ def test_the_likelihood_beside_a_loss_of_pairs_keeps_its_weight(trainer: str, co
 def test_a_loss_of_cpo_that_is_not_here_is_refused():
     with pytest.raises(RecipeError, match="hinge of TRL's CPO"):
         recipe_of("cpo", loss_type="hinge")
+
+
+def test_a_mixture_of_the_handbook_becomes_sources_and_held_out_rows():
+    one = {"id": "a/b", "config": "default", "split": "train_prefs", "columns": ["chosen"], "weight": 1.0}
+    mixture = {"datasets": [one, {"id": "c/d", "weight": 0.5}], "test_split_size": 0.05, "seed": 0}
+    recipe, made = recipe_of("sft", dataset_mixture=mixture)
+    assert [(one.source, one.split) for one in recipe.data.train] == [
+        ("a/b", "train_prefs"),
+        ("c/d", "train"),
+    ]
+    assert recipe.data.eval_fraction == 0.05
+    assert [one.why for one in made.lost] == ["0.5 of the rows of c/d: `limit` takes their number"]
+
+
+def test_what_is_packed_is_packed_by_a_word_of_ours():
+    for asked, ours, cross in [
+        ("ffd", "bfd", False),
+        ("wrapped", "wrapped", True),
+        ("bfd_split", "bfd_split", False),
+    ]:
+        recipe, _ = recipe_of("sft", packing=True, packing_strategy=asked)
+        assert (recipe.length.packing, recipe.length.cross_document_attention) == (ours, cross)
+
+
+def test_a_value_as_long_as_a_template_is_not_told_whole(tmp_path: Path):
+    file = tmp_path / "sft.yaml"
+    file.write_text("model_name_or_path: a/b\ndataset_name: c/d\nchat_template: " + "x" * 5000)
+    made = import_config(file, "sft", None)
+    assert len(made.text) < 1500
+    assert any("`model.chat_template`" in note and len(note) < 400 for note in made.notes)
+
+
+def test_the_engine_of_an_adapter_is_one_that_keeps_its_bits(tmp_path: Path):
+    """ZeRO beside an adapter, and vLLM beside shards, are refused by the plan."""
+    file = tmp_path / "grpo.yaml"
+    file.write_text(
+        "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: [m.f]\naccelerate_config: zero3\n"
+        "use_peft: true\nuse_vllm: true\nnum_processes: 4\n"
+    )
+    recipe = import_config(file, "grpo", None).whole()
+    assert recipe.cluster.engine == "fsdp2"
+    assert recipe.generation.backend != "vllm"

@@ -38,6 +38,7 @@ from memtrain.memory.planner.pinned_recipe import pins
 from memtrain.memory.planner.resolve import Resolved, resolve, resolved_if_it_fits
 from memtrain.memory.planner.search import frontier, price_all
 from memtrain.memory.planner.use_and_never import with_use_and_never
+from memtrain.memory.rules.assumed_lengths import PROMPT, assumed_length
 from memtrain.memory.rules.attention import PACKAGE_OF
 from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.reading.load import LoadedRecipe
@@ -155,6 +156,9 @@ def ask(
     """
     asked = with_use_and_never(SourcedRecipe(loaded.recipe, loaded.where))
     recipe = asked.recipe
+    asked_for = recipe.cluster.processes
+    if gpu is not None and num_gpus is None and isinstance(asked_for, int) and recipe.cluster.slurm is None:
+        num_gpus = asked_for
     hardware, presumed = look_at_devices(gpu, num_gpus, budget, recipe.cluster.device)
     if host_bytes is not None:
         hardware = replace(hardware, host_bytes=host_bytes)
@@ -192,7 +196,9 @@ def facts_of_question(
         why = "its tokenizer cannot be loaded" if reads_data else "--without-data"
         facts = facts_without_data(question.asked, question.looked, question.hardware, question.presumed)
         kind = "answer" if recipe.method in HAS_ANSWERS else "sequence"
-        length = f"{recipe.length.max_length:,} tokens"
+        length = f"{assumed_length(recipe):,} tokens"
+        if recipe.length.max_length is None and recipe.length.max_prompt is None:
+            length += f", {PROMPT} of them of its prompt (length.max_prompt sets another number)"
         return facts, f"The data was not read ({why}): every {kind} is assumed to have {length}."
     from memtrain.cli.plan.make_plan import facts_of
     from memtrain.cli.plan.recipe_lines import at_their_lines

@@ -10,9 +10,20 @@ from memtrain.memory.rules.ledger import SourcedRecipe
 from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.registry import METHODS
 
+PROMPT = 512
+"""Tokens of a prompt where neither rows nor keys say its length: what TRL and verl cut prompts to, long."""
+
+
+def assumed_length(recipe: Recipe) -> int | None:
+    """The longest row that the recipe lets be; of prompts that nothing cuts, one of 512 tokens with its
+    completion."""
+    if recipe.length.max_length is None and recipe.online is not None:
+        return (recipe.length.max_prompt or PROMPT) + recipe.generation.max_tokens
+    return recipe.length.max_length
+
 
 def assumed_profile(asked: SourcedRecipe, *, shares_prompts: bool) -> LengthProfile:
-    """Sequences of `length.max_length` tokens, many of them.
+    """Sequences of `assumed_length` tokens, many of them.
 
     Rows with answers: each answer is as long as may be, with a prompt of `length.max_prompt` tokens (none
     where that is not given: no real row is heavier).
@@ -20,7 +31,7 @@ def assumed_profile(asked: SourcedRecipe, *, shares_prompts: bool) -> LengthProf
     Raises: RecipeError where `length.max_length` sets no limit.
     """
     recipe = asked.recipe
-    longest = recipe.length.max_length
+    longest = assumed_length(recipe)
     if longest is None:
         raise RecipeError(
             "length.max_length is null, and the data is not read: the length of the rows is unknown",

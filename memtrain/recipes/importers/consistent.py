@@ -97,6 +97,7 @@ def make_consistent(made: Translation) -> None:
             value, comment = made.recipe_keys.pop(clash.key)
             if value not in (None, False, "none") and not comment.endswith("default"):
                 made.lost.append(Lost(clash.key, value, clash.why))
+    _engine(made)
     _sampling(made)
     _policy_knobs(made)
     _correction(made)
@@ -108,6 +109,37 @@ def make_consistent(made: Translation) -> None:
         made.recipe_keys.pop("generate.vllm.eager")
     if "data.train" not in made.recipe_keys:
         made.notes.append("no rows are named: write them into data.train")
+
+
+def _engine(made: Translation) -> None:
+    """The engine that memtrain has for such a run: what DeepSpeed's would round, and vLLM beside shards."""
+    engine, comment = made.recipe_keys.get("cluster.engine", ("", ""))
+    adapts = any(key.startswith("model.adapter.") for key in made.recipe_keys)
+    if str(engine).startswith("zero") and (adapts or made.method in ("reward", "ppo")):
+        made.recipe_keys["cluster.engine"] = ("fsdp2", comment)
+        if made.recipe_keys.get("cluster.cpu_offload", ("none", ""))[0] == "optimizer":
+            made.recipe_keys["cluster.cpu_offload"] = ("parameters", comment)
+        made.notes.append(
+            f"cluster.engine: {engine} would round an adapter or a head to bfloat16; fsdp2 divides the same"
+        )
+    elif engine == "zero1":
+        made.recipe_keys["cluster.engine"] = ("zero2", comment)
+        made.notes.append("cluster.engine: zero2, which adds gradients in float32, in place of zero1")
+    if str(engine).startswith("zero") and made.recipe_keys.get("optim.master_weights", ("", ""))[0] is False:
+        del made.recipe_keys["optim.master_weights"]
+    if (
+        engine in ("zero3", "fsdp2")
+        and _has(made, "generate.backend")
+        and not _has(made, "generate.vllm.server")
+    ):
+        for key in [
+            one for one in made.recipe_keys if one.startswith(("generate.backend", "generate.vllm."))
+        ]:
+            del made.recipe_keys[key]
+        made.notes.append(
+            "generate.backend: vLLM needs whole weights, and the engine divides them: memtrain's own sampler "
+            "writes the completions"
+        )
 
 
 def _sampling(made: Translation) -> None:

@@ -115,7 +115,7 @@ def guess_tool(config: Mapping[str, Any], words: Sequence[str], name: str) -> st
 
 _WORDS: Mapping[str, str] = {
     **{method: method for method in ("sft", "dpo", "kto", "reward", "grpo", "rloo", "orpo", "cpo")},
-    **{"gkd": "distill", "distill": "distill", "rm": "reward", "simpo": "cpo", "gspo": "grpo"},
+    **{"gkd": "distill", "distill": "distill", "rm": "reward", "simpo": "cpo", "gspo": "grpo", "mpo": "dpo"},
 }
 """Words of scripts, commands and folders, and the method; `orpo` and `cpo` are losses of `dpo`."""
 

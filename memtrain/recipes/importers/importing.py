@@ -33,7 +33,7 @@ from memtrain.recipes.recipe import Recipe
 from memtrain.recipes.trl.sampling import ONLINE
 from memtrain.recipes.trl.translate import IMPORTED, METHODS, PAIRED, translate
 from memtrain.recipes.trl.translation import Lost, Translation
-from memtrain.recipes.trl.writing import inline, recipe_text
+from memtrain.recipes.trl.writing import recipe_text, shown_value
 
 TRL = Tool(table("trl"), trainers_engine, takes_trl=True)
 """TRL itself: its groups of keys are read in `memtrain.recipes.trl`."""
@@ -451,7 +451,7 @@ def unset_words(unset: Mapping[str, str]) -> str:
 
 def _notes(made: Translation) -> list[str]:
     lines = [
-        f"{one.key}: {inline(one.value)} is not carried over: {one.why}{'' if one.why.endswith('?') else '.'}"
+        f"{one.key}: {shown_value(one.value)} is not carried over: {one.why}{'.' * (one.why[-1:] != '?')}"
         for one in made.lost
         if one.why != UNSET
     ]

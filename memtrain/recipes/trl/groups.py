@@ -161,6 +161,8 @@ def _targets(made: Translation) -> None:
             "model.adapter.target_modules"
         )
     else:
+        if isinstance(modules, list):
+            modules = [str(name).strip(" ,") for name in cast(list[object], modules)]
         made.set("model.adapter.target_modules", _without_head(made, "lora_target_modules", modules))
 
 
@@ -175,8 +177,13 @@ def _without_head(made: Translation, key: str, names: object) -> object:
 def data(made: Translation) -> None:
     """The dataset with its splits, or a mixture."""
     mixture = made.config.get("datasets")
+    if isinstance(made.config.get("dataset_mixture"), Mapping):
+        _mixture(made, cast(Mapping[str, Any], made.config["dataset_mixture"]))
+        return
     if mixture:
         sources = [_source(made, cast(Mapping[str, Any], one)) for one in cast(list[object], mixture)]
+        if any("weight" in one for one in sources):
+            sources = [{"weight": 1.0, **one} for one in sources]
         made.set("data.train", sources)
         return
     name = made.config.get("dataset_name")
@@ -194,6 +201,35 @@ def data(made: Translation) -> None:
     made.set("data.train", name if train == {"source": name} else [train])
     if evaluated:
         made.set("data.eval", [held], of=["dataset_test_split"])
+
+
+def _mixture(made: Translation, mixture: Mapping[str, Any]) -> None:
+    """The mixture of the alignment handbook and open-r1: a share of each dataset's rows, and held-out ones.
+
+    Source: alignment-handbook, src/alignment/data.py (`get_dataset`).
+    """
+    key, sources = "dataset_mixture", list[dict[str, object]]()
+    parts = cast(list[Mapping[str, Any]], mixture.get("datasets", []))
+    for one in parts:
+        source: dict[str, object] = {"source": one.get("id")}
+        for ours, theirs in (("name", "config"), ("split", "split")):
+            if one.get(theirs) not in (None, "default", "train"):
+                source[ours] = one[theirs]
+        sources.append(source)
+        if one.get("weight") not in (None, 1):
+            made.lose(
+                key, f"{one['weight']:g} of the rows of {one.get('id')}: `limit` takes a number of them"
+            )
+    if any(one.get("columns") for one in cast(list[Mapping[str, Any]], mixture.get("datasets", []))):
+        made.notes.append(
+            f"{key}: other columns are left out there; data.format and data.columns choose here"
+        )
+    made.set("data.train", sources)
+    held = mixture.get("test_split_size")
+    if isinstance(held, float) and 0 < held < 1:
+        made.set("data.eval_fraction", held)
+    elif held:
+        made.lose(key, f"{held} rows are held out: `data.eval_fraction` is a share of them")
 
 
 def _source(made: Translation, one: Mapping[str, Any]) -> dict[str, object]:
@@ -223,7 +259,11 @@ def lengths(made: Translation) -> None:
     if made.config.get("packing") and made.method == "distill":
         made.lose("packing", "TRL's GKD packs no rows")
     elif made.config.get("packing"):
-        made.set("length.packing", made.get("packing_strategy"))
+        asked = made.get("packing_strategy")
+        packing = renamed_value("length.packing", asked) or asked
+        made.set("length.packing", packing)
+        if packing == "wrapped":
+            made.set("length.cross_document_attention", True, comment="TRL's wrapped rows see each other")
     if made.method in ONLINE:
         made.set("length.max_length", None, comment="TRL cuts no prompt")
     if made.config.get("max_prompt_length") is not None:

@@ -43,7 +43,7 @@ def recipe_text(made: Translation, name: str, origin: str = "", command: str = "
     shown = printable(name, is_line=True)
     lines = [f"# From {shown}, a configuration of {origin}; written by `memtrain {command}`."]
     for one in made.lost:
-        lines += _comment(f"not carried over: {one.key}: {inline(one.value)} ({one.why})")
+        lines += _comment(f"not carried over: {one.key}: {shown_value(one.value)} ({one.why})")
     lines += [f"# yaml-language-server: $schema={(configs_dir() / SCHEMA_FILE).as_posix()}", ""]
     order = [*Recipe.model_fields]
     for section in sorted(top, key=order.index):
@@ -82,6 +82,16 @@ def inline(value: object) -> str:
         value, None, _Dumper, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True
     )
     return text.strip().removesuffix("...").strip()
+
+
+MOST_SHOWN = 160
+"""Letters of a value that is told. Taste: a line or two."""
+
+
+def shown_value(value: object) -> str:
+    """A value on one line, cut where it is a whole template or a list of datasets."""
+    text = inline(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN].rstrip()} ..."
 
 
 def _comment(text: str) -> list[str]:
