@@ -1,13 +1,17 @@
 """The trained parts of a rendered conversation: single messages found in the text, chosen by the recipe.
 
 A template with generation marks says itself what the assistant says. Any other is asked for beginnings of the
-conversation: where each is the beginning of the whole text, messages lie between their ends. No torch here.
+conversation: where each is the beginning of the whole text, messages lie between their ends. Where it is not
+(a system prompt that moves to the last question), they lie where other words change the text. No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from os.path import commonprefix
+from typing import Any
 
 from memtrain.recipes.formats.fields import NO_LOSS, BadRow, Message, Messages
 
@@ -41,12 +45,14 @@ def loss_spans(
     if marks is not None and len(marks) == len(spoken):
         return tuple(marks[spoken.index(i)] for i in chosen)
     try:
-        return tuple(_words(i, messages, text, render) for i in chosen)
+        return tuple(_words(i, messages, text, render, prompts=(True,)) for i in chosen)
     except BadRow:
         between = by_edges(messages, text, render)
-        if between is None:
-            raise
+    if between is not None:
         return tuple(between[spoken.index(i)] for i in chosen)
+    found = [by_other_words(i, messages, text, render) for i in chosen]
+    sure = tuple(span for span in found if span is not None)
+    return sure if len(sure) == len(found) else tuple(_words(i, messages, text, render) for i in chosen)
 
 
 def by_edges(messages: Messages, text: str, render: Render) -> list[CharSpan] | None:
@@ -96,6 +102,114 @@ def _edges(render: Render) -> tuple[str, str] | None:
     return (begin, end) if (begin in ways or begin in head) and begin.strip() and end else None
 
 
+OTHERS = ("Alpha 0x1f", "Omega-7Q")
+"""Words in place of a message's own: alike in no letter at their edges."""
+LEAST_PROMPT = 4
+"""Letters of a generation prompt by which the beginning of a turn is known."""
+
+
+def by_other_words(index: int, messages: Messages, text: str, render: Render) -> CharSpan | None:
+    """Turn of the assistant, by what changes in the text once it says something else; None where that is
+    not sure.
+
+    For templates that write what came before otherwise once more follows (a system prompt or tools in the
+    last question, thoughts that are dropped). The turn begins where the message before it ends and the
+    template has written what it writes when an answer is asked for there, and it ends with what the template
+    writes after it when nothing follows, or before another message.
+    """
+    if index == 0:
+        return None
+    before, own = _place(index - 1, messages, render), _place(index, messages, render)
+    asked, told = messages[:index], messages[: index + 1]
+    if before is None or own is None or before.text != text or own.text != text:
+        return None
+    prompted, last = _place(index - 1, asked, render, is_asked=True), _place(index, told, render)
+    if prompted is None or last is None:
+        return None
+    # Letters that the generation prompt and the turn begin with, whatever the words of the turn.
+    prompt = prompted.text[prompted.end :]
+    shared = commonprefix([prompt, *(one[before.end :] for one in (text, *own.others))])
+    if shared != prompt and not shared.strip():
+        return None
+    start, after = before.end + len(shared), text[own.end :]
+    end = last.text[last.end :].rstrip()
+    if not after.startswith(end):
+        end = _end_before_another(told, render)
+    words = str(messages[index]["content"]).rpartition("</think>")[2].strip()
+    is_whole = own.is_call or words in text[start : own.end]
+    if not end or not after.startswith(end) or start > own.start or not is_whole:
+        return None
+    return start, own.end + len(end)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a text changes with the words of a message."""
+
+    text: str
+    start: int
+    end: int
+    others: tuple[str, ...]
+    """The text with other words."""
+    is_call: bool
+    """Whether the name of a tool was changed: the template writes no other words of the message."""
+
+
+def _place(index: int, messages: Messages, render: Render, *, is_asked: bool = False) -> Place | None:
+    """Place of a message's words, or of its first call; None where the text does not depend on them."""
+    for is_call in (False, True):
+        try:
+            text = render(messages, is_asked)
+            others = tuple(
+                render((*messages[:index], changed, *messages[index + 1 :]), is_asked)
+                for words in OTHERS
+                if (changed := _changed(messages[index], words, is_call)) is not None
+            )
+        except BadRow:
+            continue
+        if len(others) < len(OTHERS) or len({text, *others}) < len(OTHERS) + 1:
+            continue
+        start = len(commonprefix([text, *others]))
+        end = len(text) - len(commonprefix([one[::-1] for one in (text, *others)]))
+        if start <= end:
+            return Place(text, start, end, others, is_call)
+    return None
+
+
+def _changed(message: Message, words: str, is_call: bool) -> Message | None:
+    """The message with other words, or with another name of its first call; None where it has none."""
+    if not is_call:
+        return {**message, "content": words}
+    given: Any = message.get("tool_calls")
+    calls: Sequence[Any] = given if isinstance(given, list | tuple) else ()
+    first: Any = calls[0] if calls else None
+    function = first.get("function") if isinstance(first, Mapping) else None
+    if not isinstance(function, Mapping):
+        return None
+    renamed = {**first, "function": {**function, "name": re.sub(r"\W", "_", words)}}
+    return {**message, "tool_calls": [renamed, *calls[1:]]}
+
+
+def _end_before_another(told: Messages, render: Render) -> str:
+    """What a template writes after the last message when a question follows; empty where that is not sure.
+
+    It ends where another message begins: as a generation prompt does.
+    """
+    question = {"role": "user", "content": OTHERS[0]}
+    followed = _place(len(told) - 1, (*told, question), render)
+    if followed is None or followed.text.count(OTHERS[0], followed.end) != 1:
+        return ""
+    between = followed.text[followed.end :].partition(OTHERS[0])[0]
+    try:
+        plain, prompted = render((*told, question), False), render((*told, question), True)
+    except BadRow:
+        return ""
+    prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
+    begins = (prompt[:size] for size in range(len(prompt), LEAST_PROMPT - 1, -1))
+    begin = next((one for one in begins if one in between), "")
+    return between.partition(begin)[0].rstrip() if begin and between.count(begin) == 1 else ""
+
+
 def shown(message: Message) -> Message:
     """The message as templates see it."""
     return {name: value for name, value in message.items() if name != NO_LOSS}
@@ -113,26 +227,35 @@ def _region(index: int, messages: Messages, text: str, render: Render) -> CharSp
     return _end(index, messages, text, render), _end(index + 1, messages, text, render)
 
 
-def _words(index: int, messages: Messages, text: str, render: Render) -> CharSpan:
+def _words(
+    index: int,
+    messages: Messages,
+    text: str,
+    render: Render,
+    prompts: Sequence[bool] = (True, False),
+) -> CharSpan:
     """Span that the assistant writes in a turn: from its generation prompt to the token that ends the turn.
 
-    Blanks that the template writes after that token are not the assistant's.
+    Blanks that the template writes after that token are not the assistant's. `prompts`: with (True) and
+    without a generation prompt, tried in this order.
     """
-    start = _end(index, messages, text, render, is_asked=True)
+    start = _end(index, messages, text, render, prompts)
     end = _end(index + 1, messages, text, render)
     content = str(messages[index]["content"]).strip()
     after = text[start:end].rpartition(content)[2] if content else text[start:end]
     return start, end - (len(after) - len(after.rstrip()) if after.strip() else 0)
 
 
-def _end(count: int, messages: Messages, text: str, render: Render, *, is_asked: bool = False) -> int:
-    """End of the first `count` messages in the text; `is_asked`: with a generation prompt.
+def _end(
+    count: int, messages: Messages, text: str, render: Render, prompts: Sequence[bool] = (False,)
+) -> int:
+    """End of the first `count` messages in the text; `prompts`: with a generation prompt, or without.
 
     Raises: BadRow when they are written otherwise than in the whole conversation.
     """
     if count == len(messages):
         return len(text)
-    for generation_prompt in (True, False) if is_asked else (False,):
+    for generation_prompt in prompts:
         try:
             head = render(messages[:count], generation_prompt)
         except BadRow:
