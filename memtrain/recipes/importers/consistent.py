@@ -127,15 +127,10 @@ def _engine(made: Translation) -> None:
         made.notes.append("cluster.engine: zero2, which adds gradients in float32, in place of zero1")
     if str(engine).startswith("zero") and made.recipe_keys.get("optim.master_weights", ("", ""))[0] is False:
         del made.recipe_keys["optim.master_weights"]
-    if (
-        engine in ("zero3", "fsdp2")
-        and _has(made, "generate.backend")
-        and not _has(made, "generate.vllm.server")
-    ):
-        for key in [
-            one for one in made.recipe_keys if one.startswith(("generate.backend", "generate.vllm."))
-        ]:
-            del made.recipe_keys[key]
+    if engine == "zero3" and _has(made, "generate.backend"):
+        for key in [*made.recipe_keys]:
+            if key.startswith(("generate.backend", "generate.vllm.")):
+                del made.recipe_keys[key]
         made.notes.append(
             "generate.backend: vLLM needs whole weights, and the engine divides them: memtrain's own sampler "
             "writes the completions"
