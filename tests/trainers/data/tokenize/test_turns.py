@@ -214,8 +214,8 @@ REWRITTEN: dict[str, list[dict[str, Any]]] = {
 FOUND: dict[str, dict[str, list[str]]] = {
     "mistral-v0.3": {
         "system": [" It is 2.</s>", " 2</s>"],
-        "tools": ['[TOOL_CALLS] [{"arguments": {"a": 1}, "name": "add"}]</s>', " 2.</s>", " 2</s>"],
-        "a call at the end": [" 2</s>", '[TOOL_CALLS] [{"arguments": {"a": 1}, "name": "add"}]</s>'],
+        "tools": ['[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>', " 2.</s>", " 2</s>"],
+        "a call at the end": [" 2</s>", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>'],
         "reasoning": [" 2</s>", " <think>\nSo.\n</think>\n\nTwo.</s>"],
         "signs": [" a</s>", " b</s>", " b</s>"],
     },
