@@ -165,6 +165,7 @@ class Recipe(Section):
         for key, asked in (
             ("save.keep_best", self.save.keep_best),
             ("eval.every_steps", self.eval.every_steps),
+            ("eval.per_epoch", self.eval.per_epoch),
             ("eval.early_stopping", self.eval.early_stopping),
             ("eval.metrics", self.eval.metrics),
         ):

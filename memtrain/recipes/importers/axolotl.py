@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any, cast
@@ -355,6 +354,8 @@ def _lengths(reading: ToolReading) -> None:
         )
         if not asked:
             reading.assumed.add("truncation_mode")
+    elif packs:
+        reading.set_trl("truncation_mode", "keep_start", "sequence_len")
     if reading.method != "grpo" and reading.trl.get("max_length") is None:
         reading.trl["max_length"] = 512
         reading.assumed.add("max_length")
@@ -369,15 +370,18 @@ def _lengths(reading: ToolReading) -> None:
 def _tokens(reading: ToolReading) -> None:
     """Tokens that are added; padding is neither attended to nor in the loss, and its token says nothing."""
     special = reading.get("special_tokens")
-    named: Mapping[str, Any] = cast(Mapping[str, Any], special) if isinstance(special, Mapping) else {}
-    added = [*listed(reading.get("tokens")), *listed(named.get("additional_special_tokens"))]
+    named = dict(cast(Mapping[str, Any], special)) if isinstance(special, Mapping) else {}
+    tokens = reading.get("tokens")
+    if isinstance(tokens, Mapping):  # As earlier versions had them: special ones.
+        named |= cast(Mapping[str, Any], tokens)
+        tokens = None
+    added = [*listed(tokens), *listed(named.get("additional_special_tokens"))]
     if added:
         reading.add_tokens([str(token) for token in added])
-    others = [key for key in ("bos_token", "eos_token") if named.get(key)]
+    others = {key: named[key] for key in ("bos_token", "eos_token") if named.get(key)}
     if others:
-        reading.lose(
-            "special_tokens", f"{', '.join(others)}: set them in the tokenizer that `model.tokenizer` names"
-        )
+        why = "set them in the tokenizer that `model.tokenizer` names, where they are not its own"
+        reading.lost.append(Lost("special_tokens", others, why))
     if reading.get("added_tokens_overrides"):
         reading.lose("added_tokens_overrides", "write them into the tokenizer that `model.tokenizer` names")
     if reading.get("eot_tokens"):
@@ -480,13 +484,17 @@ def _evaluation(reading: ToolReading) -> None:
             continue
         reading.set_trl(f"{ours}_strategy", "epoch", key)
         if number != 1:
-            reading.lose(key, f"`{ours}.every_steps` counts steps; not given: at the end of every epoch")
+            reading.set_recipe(f"{ours}.per_epoch", number)
     for key, ours in (("eval_steps", "eval"), ("save_steps", "save")):
         every = reading.get(key)
         if isinstance(every, float) and every < 1:
             reading.trl.pop(key, None)
             reading.set_trl(f"{ours}_strategy", "epoch", key)
-            reading.lose(key, f"a share of all steps; write their number to `{ours}.every_steps`")
+            parts = 1 / (every * float(reading.get("num_epochs", 1)))
+            if round(parts) >= 1 and abs(parts - round(parts)) < 0.01:
+                reading.set_recipe(f"{ours}.per_epoch", round(parts), f"{every:g} of all steps")
+            else:
+                reading.lose(key, f"a share of all steps; write their number to `{ours}.every_steps`")
         elif every:
             reading.set_trl(f"{ours}_strategy", "steps", key)
     asked = reading.get("eval_steps") or reading.get("evals_per_epoch")
@@ -520,21 +528,24 @@ def _trackers(reading: ToolReading) -> None:
 
 def _devices(reading: ToolReading) -> None:
     """Engine, and devices that share a row or its weights."""
-    shares = [reading.get(key) for key in ("context_parallel_size", "sequence_parallel_degree")]
-    sharing = max([one for one in shares if isinstance(one, int)], default=1)
-    named = [reading.get(key, 1) for key in ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size")]
-    known = [one for one in named if isinstance(one, int) and one > 0]
-    together = sharing * math.prod(known)
-    if together > reading.processes:
-        reading.processes = together
-        reading.set_recipe("cluster.processes", together)
-    reading.sharing = sharing * next((known[2] for _ in [0] if len(known) == 3), 1)
-    if sharing > 1:
-        reading.set_recipe("cluster.context_parallel", sharing)
-    if reading.get("dp_shard_size") not in (None, 1):
-        _found(reading, "dp_shard_size")
-        if not reading.get("fsdp_config") and not reading.get("deepspeed"):
-            reading.set_recipe("cluster.engine", "fsdp2", "dp_shard_size")
+
+    def number(*keys: str) -> int:
+        return max([one for key in keys if isinstance(one := reading.get(key), int)], default=1)
+
+    reading.sharing = number("context_parallel_size", "sequence_parallel_degree")
+    copies = number("dp_shard_size") * number("dp_replicate_size")
+    if reading.sharing * copies > reading.processes:
+        reading.processes = reading.sharing * copies
+        reading.set_recipe("cluster.processes", reading.processes)
+    if reading.sharing > 1:
+        reading.set_recipe("cluster.context_parallel", reading.sharing)
+    if number("tensor_parallel_size") > 1:
+        reading.notes.append(
+            f"tensor_parallel_size: {number('tensor_parallel_size')} cards share rows there; here they are "
+            "those of one card, and the other cards are left out"
+        )
+    if number("dp_shard_size") > 1 and not reading.get("fsdp_config") and not reading.get("deepspeed"):
+        reading.set_recipe("cluster.engine", "fsdp2", "dp_shard_size")
     if reading.get("deepspeed"):
         deepspeed(reading, "deepspeed", reading.config["deepspeed"])
     fsdp(reading, "fsdp", reading.get("fsdp"), _plain(reading.get("fsdp_config")))

@@ -155,8 +155,6 @@ _LOST: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "train_on_eot": ("the end of a trained turn is trained on, as `turn` has it", ("turn",)),
     "drop_system_message": ("remove the system messages from the rows", (False,)),
     "split_thinking": (f"{_REASONING}: write it there", (False,)),
-    "field_thinking": (f"{_REASONING}: rename it", ("reasoning_content",)),
-    "template_thinking_key": (f"{_REASONING}: rename it", ("reasoning_content",)),
     "message_field_training": ("name the field `train` in the messages (false: not trained on)", ("train",)),
     "message_field_training_detail": (
         "whole messages are trained on or not (`train: false`): rows of token ids with `labels` mark parts",
@@ -185,7 +183,7 @@ _READ = (
     "path", "name", "split", "revision", "type", "data_files", "ds_type", "preprocess_shards", "field",
     "text_column", "field_messages", "field_tools", "field_chosen", "field_rejected", "roles",
     "roles_to_train", "message_property_mappings", "message_field_role", "message_field_content",
-    "chat_template", "chat_template_jinja",
+    "chat_template", "chat_template_jinja", "field_thinking", "template_thinking_key",
 )  # fmt: skip
 """Keys of a dataset that are read, or say nothing."""
 
@@ -432,6 +430,9 @@ class _Dataset:
             self.lose(key, "name the fields role and content, or from and value, in the rows")
         elif any(name != theirs for name, theirs in fields.items()):
             self.lose(key, "name the other fields as the chat template does, in the rows")
+        read = str(self.get("template_thinking_key") or "reasoning_content")
+        if str(self.get("field_thinking") or "reasoning_content") != read:
+            self.lose("field_thinking", f"the template reads it as {read}: rename the field of the messages")
         roles = cast(Mapping[str, Any], self.get("roles") or {})
         odd = [
             str(word)

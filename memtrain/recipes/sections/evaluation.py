@@ -122,6 +122,9 @@ class Eval(Section):
     every_steps: PositiveInt | None = None
     """Evaluate every n optimizer steps. If not set: at the end of every epoch."""
 
+    per_epoch: PositiveInt | None = None
+    """Evaluate n times an epoch, after equal parts of it, the last at its end. In place of `every_steps`."""
+
     at_start: bool = False
     """Evaluate before the first step too."""
 
@@ -144,6 +147,12 @@ class Eval(Section):
 
     early_stopping: EarlyStopping | None = None
     """End the run when held-out rows show no gain: `{patience: 3}`. If not set: all steps are made."""
+
+    @model_validator(mode="after")
+    def _one_interval(self) -> Eval:
+        if self.every_steps is not None and self.per_epoch is not None:
+            raise ValueError("evaluations are set twice; set eval.every_steps or eval.per_epoch, not both")
+        return self
 
     @property
     def metric_names(self) -> tuple[str, ...]:

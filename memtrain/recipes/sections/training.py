@@ -75,6 +75,9 @@ class Save(Section):
     every_steps: PositiveInt | None = None
     """Save every n optimizer steps. If not set: at the end of every epoch."""
 
+    per_epoch: PositiveInt | None = None
+    """Save n times an epoch, after equal parts of it, the last at its end. In place of `every_steps`."""
+
     keep: PositiveInt = 2
     """Number of checkpoints to keep; older ones are removed."""
 
@@ -95,6 +98,12 @@ class Save(Section):
     keep_best: bool = False
     """Also save and keep the weights with the best held-out loss so far (or reward, or the metric of
     `eval.early_stopping`), and make them the final model. `eval.early_stopping` does so too."""
+
+    @model_validator(mode="after")
+    def _one_interval(self) -> Save:
+        if self.every_steps is not None and self.per_epoch is not None:
+            raise ValueError("saves are set twice; set save.every_steps or save.per_epoch, not both")
+        return self
 
 
 class Log(Section):

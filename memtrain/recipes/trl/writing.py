@@ -70,10 +70,16 @@ def _lines(node: Mapping[str, Any], depth: int, section: type[Section]) -> list[
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes words of a kind of their own, such as values that a script computes, as words."""
+    """Writes texts on one line, also words of a kind of their own, such as values that a script computes."""
 
 
-_Dumper.add_multi_representer(str, lambda dumper, value: dumper.represent_str(str(value)))
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style)  # pyright: ignore[reportUnknownMemberType]
+
+
+_Dumper.add_representer(str, _text)
+_Dumper.add_multi_representer(str, _text)
 
 
 def inline(value: object) -> str:

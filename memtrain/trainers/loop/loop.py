@@ -105,15 +105,16 @@ def train(run: Run) -> None:
 
 
 def _steps_left(run: Run) -> None:
-    if run.plan.recipe.eval.at_start and run.position.step == 0:
+    held, saves = run.plan.recipe.eval, run.plan.recipe.save
+    if held.at_start and run.position.step == 0:
         evaluate(run)
-    samples, sample = run.plan.recipe.eval.samples, run.evaluation.sample
+    samples, sample = held.samples, run.evaluation.sample
     if sample is not None and samples is not None and samples.at_start and run.position.step == 0:
         run.observers.emit(sample(0))
     coming: StepWork | None = None
     while not is_over(run):
         work, coming = next_step(run, coming)
-        if run.evaluation.feed is not None and _is_due(run, work, run.plan.recipe.eval.every_steps):
+        if run.evaluation.feed is not None and _is_due(run, work, held.every_steps, held.per_epoch):
             evaluate(run)
         if (
             sample is not None
@@ -125,7 +126,7 @@ def _steps_left(run: Run) -> None:
         if (
             is_stopped
             or is_last
-            or _is_due(run, work, run.plan.recipe.save.every_steps)
+            or _is_due(run, work, saves.every_steps, saves.per_epoch)
             or _is_best_to_keep(run)
         ):
             _emit_events(run)
@@ -300,12 +301,20 @@ def _without_loss(sums: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in sums.items() if name != LOSS}
 
 
-def _is_due(run: Run, work: StepWork, every_steps: int | None) -> bool:
-    """After every n-th step, or at the end of an epoch when no n is given; always after the last step."""
+def _is_due(run: Run, work: StepWork, every_steps: int | None, per_epoch: int | None = None) -> bool:
+    """After every n-th step, or n times an epoch, or at its end when no n is given; always after the last
+    step."""
     done = work.step + 1
     if done == run.plan.settings.max_steps:
         return True
+    if per_epoch is not None:
+        return is_part(*work.of_epoch, per_epoch)
     return work.is_last_of_epoch if every_steps is None else done % every_steps == 0
+
+
+def is_part(done: int, of: int, parts: int) -> bool:
+    """Whether one of `parts` equal parts of an epoch of `of` steps ends with its step `done`."""
+    return done > 0 and done * parts // of > (done - 1) * parts // of
 
 
 def _is_best_to_keep(run: Run) -> bool:

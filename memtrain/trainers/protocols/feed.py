@@ -89,6 +89,8 @@ class StepWork:
     """Loss tokens of the whole step, where the denominator counts something else."""
     passes: float = 0.0
     """Passes over the data when it is done: 1.5 in the middle of the second epoch."""
+    of_epoch: tuple[int, int] = (0, 1)
+    """(steps of the epoch that are done with it, all of them); 0 where it ends none of them."""
 
 
 class StepSource(Protocol):
@@ -139,6 +141,7 @@ class Steps:
             num_loss_tokens=int(self.feed.loss_tokens[sequences].sum()),
             num_sequences=len(sequences),
             passes=number + (index + 1) / epoch.num_steps,
+            of_epoch=(index + 1, epoch.num_steps),
         )
 
     def most_tokens(self, first: int, end: int) -> int:

@@ -54,6 +54,12 @@ def at(recipe: Recipe, key: str) -> Any:
         ("optimizer: adamw_torch_8bit\n", {"optim.kind": "adamw_8bit"}),
         ("liger_use_token_scaling: true\n", {"sft.loss": "dft"}),
         ("val_set_size: 0.1\neval_steps: 20\n", {"eval.every_steps": 20, "eval.at_start": True}),
+        (
+            "val_set_size: 0.1\nevals_per_epoch: 4\nsaves_per_epoch: 2\n",
+            {"eval.per_epoch": 4, "save.per_epoch": 2, "eval.at_start": True},
+        ),
+        ("saves_per_epoch: 1\nevals_per_epoch: 4\n", {"save.per_epoch": None, "eval.per_epoch": None}),
+        ("val_set_size: 0.1\nnum_epochs: 2\neval_steps: 0.05\n", {"eval.per_epoch": 10}),
         ("val_set_size: 0.1\n", {"data.eval_fraction": 0.1, "eval.at_start": False}),
         ("context_parallel_size: 2\ndp_shard_size: 2\n", {"cluster.processes": 4, "train.batch_size": 4}),
         ("chat_template: llama3\n", {"model.chat_template": "llama3"}),

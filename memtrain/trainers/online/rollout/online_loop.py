@@ -342,6 +342,7 @@ class OnlineSteps:
             num_sequences=len(answers),
             num_loss_tokens=int(window.length_A[answers].sum()),
             passes=base.passes,
+            of_epoch=base.of_epoch if self._is_last_update(step) else (0, 1),
         )
 
     def _is_last_update(self, step: int) -> bool:

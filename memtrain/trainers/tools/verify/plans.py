@@ -134,6 +134,7 @@ def whole_step(work: StepWork, *, num_micro_batches: int) -> StepWork:
         num_sequences=work.num_sequences,
         num_loss_tokens=work.num_loss_tokens,
         passes=work.passes,
+        of_epoch=work.of_epoch,
     )
 
 
