@@ -81,7 +81,7 @@ Moment = dict[str, int]
 ReferenceWeights = tuple[int, int]
 """Bytes of whole weights in a layer's turn and in the head's."""
 
-LIVE = ("copy", "synced", "adapter_off")
+LIVE = ("copy", "synced", "adapter_off", "adapter_start")
 """References that are asked between the policy's forward and backward passes."""
 PHASES = ("load", "first step", "steady step", "evaluation", "saving")
 

@@ -90,14 +90,21 @@ def weights_bytes(settings: Settings, shape: ModelShape) -> int:
 
 
 def reference_bytes(settings: Settings, shape: ModelShape) -> int:
-    """Weights of a reference model that is held beside the policy: a copy without an adapter, or none."""
+    """Weights of a reference model that is held beside the policy: a copy, the start of an adapter that is
+    continued (in a copy too), or none."""
+    start = 0
+    if settings.adapter is not None and settings.adapter.path is not None:
+        start = sum(count * each for count, each in trained_parts(settings, shape))
+        start = share(start, settings, of="weights")
+    if settings.reference == "adapter_start":
+        return start
     if settings.reference not in ("copy", "synced"):
         return 0
     bare = settings.model_copy(update={"adapter": None})
     whole = weights_bytes(bare, shape)
     if settings.weights_offload and settings.device == "cuda":
         whole -= away(bare, shape).total
-    return share(whole, settings, of="weights") + device_bytes(bare, shape)
+    return start + share(whole, settings, of="weights") + device_bytes(bare, shape)
 
 
 def sums_wide(settings: Settings, *, accumulates: bool, is_foreign: bool = False) -> bool:

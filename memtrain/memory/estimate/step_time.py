@@ -57,7 +57,7 @@ OVERLAP_LOSS = 0.1
 UNMEASURED_OFFLOADING = 0.5
 """Share of the bus's rate that full offloading is taken to reach until `memtrain calibrate` has measured the
 machine: every tensor of a layer is copied alone, from and to tens of GiB of pinned memory. Taste."""
-WITH_A_PASS = ("copy", "adapter_off", "synced")
+WITH_A_PASS = ("copy", "adapter_off", "adapter_start", "synced")
 """References that are computed in every step: one more forward pass."""
 
 

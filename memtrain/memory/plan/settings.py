@@ -146,9 +146,9 @@ class Settings(Section):
     """Forward and backward passes of a step are recorded as CUDA graphs, and replayed."""
     pass_factor: Annotated[int, Mark("sums", "a size of the passes without gradients")] = 1
     """Factor by which micro-batches without gradients over completions are larger."""
-    reference: Annotated[Literal["none", "copy", "adapter_off", "precomputed", "synced"], Mark("sums")] = (
-        "none"
-    )
+    reference: Annotated[
+        Literal["none", "copy", "adapter_off", "adapter_start", "precomputed", "synced"], Mark("sums")
+    ] = "none"
     """Source of the reference model's log-probs."""
     teacher: Annotated[TeacherKind, Mark("sums")] = "none"
     """Source of a teacher's distribution."""

@@ -17,6 +17,8 @@ WHY: dict[str, str] = {
     "none": "the loss needs no reference",
     "copy": "a frozen copy of the weights",
     "adapter_off": "the same weights without their adapter: no extra memory, one more forward pass",
+    "adapter_start": "the same weights with the adapter as the run began: a copy of the adapter alone, one "
+    "more forward pass",
     "precomputed": "one pass before training, kept in the cache: no reference is loaded",
     "synced": "a copy of the weights that follows the policy",
 }
@@ -72,10 +74,17 @@ def decide_reference(ledger: DecisionLog, *, passes: float) -> str:
     if section is None or (isinstance(section, Dpo | FromOwnCompletions) and not section.needs_reference):
         return "none"
     wanted, adapter, path = section.reference, recipe.model.adapter, f"{recipe.method}.reference"
+    start = "adapter_start" if adapter is not None and adapter.path is not None else "adapter_off"
     if wanted == "auto" and recipe.online is not None:
-        return "copy" if adapter is None else "adapter_off"
+        return "copy" if adapter is None else start
     if wanted == "auto":
-        return "adapter_off" if adapter is not None and passes <= 1 else "precomputed"
+        return start if adapter is not None and passes <= 1 else "precomputed"
+    if wanted == "adapter_start" and start != "adapter_start":
+        ledger.refuse(
+            "there is no adapter to begin with: model.adapter.path is not set",
+            path,
+            "set reference: auto, or name the adapter that is continued in model.adapter.path",
+        )
     if wanted == "adapter_off" and adapter is None:
         ledger.refuse(
             "there is no adapter to switch off: every weight is trained",

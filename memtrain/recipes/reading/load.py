@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from memtrain.errors import Fault, RecipeError
+from memtrain.recipes.reading.continued_adapter import with_adapter_of_path
 from memtrain.recipes.reading.environment import (
     EnvironmentText,
     environment_texts,
@@ -177,7 +178,7 @@ def _whole_tree(
     replaced, variables = interpolated(raw, faults)
     check_texts(replaced, (), faults)
     texts = environment_texts(raw, replaced, variables) if variables else []
-    return with_named_sets(_with_spelled_method(replaced)), texts
+    return with_adapter_of_path(with_named_sets(_with_spelled_method(replaced)), faults), texts
 
 
 def _with_spelled_method(tree: Mapping) -> Mapping:

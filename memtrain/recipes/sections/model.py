@@ -17,6 +17,15 @@ ALL_LINEAR = "all-linear"
 class Adapter(Section):
     """Train a small adapter instead of the weights (PEFT)."""
 
+    path: str | None = None
+    """Folder of a trained LoRA or DoRA adapter, or of its run, that the training goes on from: its weights,
+    rank, scale and modules, which need not be written again. Its optimizer begins anew. A reference model is
+    the adapter as this run began (`reference: adapter_start`), or the model without it (`adapter_off`)."""
+
+    base: str | None = None
+    """The model that the adapter at `path` names as its own, where `model.path` has the same weights under
+    another name."""
+
     kind: Literal["lora", "dora"] = "lora"
     """`lora` (arXiv:2106.09685) or `dora` (arXiv:2402.09353: also learns each column's magnitude; slower)."""
 
@@ -46,6 +55,8 @@ class Adapter(Section):
 
     @model_validator(mode="after")
     def _something_named(self) -> Adapter:
+        if self.base is not None and self.path is None:
+            raise ValueError("base has no effect without path; remove it")
         if self.target_parameters and ALL_LINEAR in self.target_modules:
             raise ValueError(
                 f"{ALL_LINEAR} has all stacks of experts in it; name target_modules (such as [q_proj, "

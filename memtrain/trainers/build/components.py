@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
@@ -44,7 +45,7 @@ from memtrain.trainers.model.heads.lm_head import Scorer, verify_head
 from memtrain.trainers.model.heads.reward_head import RewardScorer
 from memtrain.trainers.model.heads.value_head import ValueScorer
 from memtrain.trainers.model.kernels.apply import apply_kernels
-from memtrain.trainers.model.loading.adapters import add_adapter, check_new_tokens_learn
+from memtrain.trainers.model.loading.adapters import add_adapter, check_new_tokens_learn, continue_adapter
 from memtrain.trainers.model.loading.compiled_layers import compile_layers
 from memtrain.trainers.model.loading.liger import apply_liger
 from memtrain.trainers.model.loading.load import load_model, local_device
@@ -298,6 +299,8 @@ def build_model(plan: Plan, *, vocab_size: int, head: str | None = None) -> PreT
     apply_kernels(model, settings)
     if settings.adapter is not None:
         model = add_adapter(model, settings.adapter, quantize=settings.quantize, head=head)
+        if settings.adapter.path is not None:
+            continue_adapter(model, Path(settings.adapter.path))
         if recipe.model.add_tokens:
             check_new_tokens_learn(model)
     prepare_model(model, recipe, settings)

@@ -20,6 +20,7 @@ from memtrain.trainers.data.store.cache import cache_dir
 from memtrain.trainers.data.tokenize.tokenizer import tokenizer_of
 from memtrain.trainers.model.heads.build import scorer_of
 from memtrain.trainers.model.kernels.apply import apply_kernels
+from memtrain.trainers.model.loading.adapters import load_adapter
 from memtrain.trainers.model.loading.liger import apply_liger
 from memtrain.trainers.model.loading.load import load_model, local_device
 from memtrain.trainers.model.loading.sharded_load import made_in_parts
@@ -33,6 +34,7 @@ from memtrain.trainers.reference.reference import (
     FrozenReference,
     Precomputed,
     Reference,
+    at_its_start,
     without_adapter,
 )
 from memtrain.trainers.runtime.ranks import current_ranks
@@ -80,8 +82,11 @@ def make_reference(
         return None
     if kind == "adapter_off":
         return _policy_at_rest(scorer)
+    if kind == "adapter_start":
+        return at_its_start(scorer)
     if kind == "precomputed":
-        precompute(_policy_at_rest(scorer))
+        goes_on = settings.adapter is not None and settings.adapter.path is not None
+        precompute(FrozenReference(scorer) if goes_on else _policy_at_rest(scorer))
         return Precomputed()
     held = copy()
     cast(Any, held).context = cast(Any, scorer).context
@@ -110,7 +115,7 @@ def _policy_at_rest(scorer: nn.Module) -> FrozenReference:
 
 
 def _copy(plan: Plan, scorer: nn.Module) -> nn.Module:
-    """The model's weights a second time, frozen, and without an adapter."""
+    """The model's weights a second time, frozen: without an adapter, or with the one that is continued."""
     recipe, settings = plan.recipe, plan.settings
     rows = cast(Any, scorer).model.get_input_embeddings().num_embeddings
     # Added tokens have their rows behind the tokenizer's own; other models need only enough of them.
@@ -120,7 +125,8 @@ def _copy(plan: Plan, scorer: nn.Module) -> nn.Module:
         model = load_model(recipe.model, settings, seed=recipe.train.seed, vocab_size=count)
         apply_liger(model, settings)
         apply_kernels(model, settings)
-        return frozen_scorer(model, settings)
+        goes_on = settings.adapter is not None and settings.adapter.path
+        return frozen_scorer(load_adapter(model, goes_on) if goes_on else model, settings)
 
     # Of the policy's own weights, an adapter that needs whole ones or DeepSpeed asks otherwise.
     in_parts = settings.model_copy(update={"loads_shards": shards_weights(settings)})

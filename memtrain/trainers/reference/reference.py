@@ -93,6 +93,34 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
+def at_its_start(scorer: nn.Module) -> FrozenReference:
+    """The policy with its trained weights as they are now, as a reference: what is trained is held twice.
+
+    The numbers change places for the pass and back again, in the same storage: recorded passes and sharding
+    keep their addresses, and autograd, which waits for the policy's own, finds them as they were.
+    """
+    trained = [one for one in scorer.parameters() if one.requires_grad]
+    held = [(one, local_of(one.detach()).clone()) for one in trained]
+
+    def change_places() -> None:
+        for one, other in held:
+            # `.data`: no new version of a tensor that the backward pass is going to read.
+            own = local_of(one.data)
+            kept = own.clone()
+            own.copy_(other)
+            other.copy_(kept)
+
+    @contextmanager
+    def switched() -> Iterator[None]:
+        change_places()
+        try:
+            yield
+        finally:
+            change_places()
+
+    return FrozenReference(scorer, switched)
+
+
 def without_adapter(scorer: nn.Module, model: PeftModel) -> FrozenReference:
     """The policy with its adapter switched off, as a reference."""
     return FrozenReference(scorer, lambda: cast(AbstractContextManager[object], model.disable_adapter()))

@@ -132,7 +132,7 @@ def reference_weights(load: Workload) -> tuple[int, int]:
     lies in FSDP2's shards, and the policy itself is gathered module by module."""
     if stage_of(load.settings) < 3:
         return 0, 0
-    if load.settings.reference == "adapter_off":
+    if load.settings.reference in ("adapter_off", "adapter_start"):
         return load.a * largest_matrix(load.shape), gathered_module(load)
     cut = groups(load.settings.model_copy(update={"adapter": None}), load.shape)
     outer = max(cut.head.weights, cut.embedding.weights)

@@ -12,6 +12,16 @@ from __future__ import annotations
 
 from memtrain.memory.strategies.base import ON_A_CPU, Conflict, Strategy, StrategyContext
 from memtrain.memory.strategies.weights import precomputed_reference
+from memtrain.recipes.recipe import Recipe
+
+
+def kind_of(recipe: Recipe) -> str:
+    """The adapter switched off; or of one that is continued switched to its start."""
+    adapter, section = recipe.model.adapter, recipe.compared
+    is_off = section is not None and section.reference == "adapter_off"
+    return (
+        "adapter_start" if adapter is not None and adapter.path is not None and not is_off else "adapter_off"
+    )
 
 
 def refusal(case: StrategyContext) -> str | None:
@@ -30,9 +40,9 @@ STRATEGY = Strategy(
     measured=ON_A_CPU,
     is_exact=True,
     evidence="policy as reference",
-    is_used=lambda settings: settings.reference == "adapter_off",
-    wish=lambda recipe: precomputed_reference.wish_of(recipe, "adapter_off"),
-    use_keys=lambda recipe: precomputed_reference.keys_of(recipe, "adapter_off"),
+    is_used=lambda settings: settings.reference in ("adapter_off", "adapter_start"),
+    wish=lambda recipe: precomputed_reference.wish_of(recipe, kind_of(recipe)),
+    use_keys=lambda recipe: precomputed_reference.keys_of(recipe, kind_of(recipe)),
     never_keys=lambda recipe: precomputed_reference.keys_of(recipe, "precomputed"),
     without={"reference": "copy"},
     refusal=refusal,

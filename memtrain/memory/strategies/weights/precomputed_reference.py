@@ -30,6 +30,12 @@ def keys_of(recipe: Recipe, kind: str) -> Mapping[str, object]:
     return {} if recipe.compared is None else {f"{recipe.method}.reference": kind}
 
 
+def _live(recipe: Recipe) -> str:
+    """The reference that is asked in every step."""
+    adapter = recipe.model.adapter
+    return "copy" if adapter is None else "adapter_off" if adapter.path is None else "adapter_start"
+
+
 def refusal(case: StrategyContext) -> str | None:
     """Reason where nothing is compared with a reference."""
     if case.recipe.compared is None:
@@ -49,7 +55,7 @@ STRATEGY = Strategy(
     is_used=lambda settings: settings.reference == "precomputed",
     wish=lambda recipe: wish_of(recipe, "precomputed"),
     use_keys=lambda recipe: keys_of(recipe, "precomputed"),
-    never_keys=lambda recipe: keys_of(recipe, "copy" if recipe.model.adapter is None else "adapter_off"),
+    never_keys=lambda recipe: keys_of(recipe, _live(recipe)),
     without={"reference": "copy"},
     refusal=refusal,
 )

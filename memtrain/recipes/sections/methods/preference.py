@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from memtrain.recipes.sections.base import Fraction, PositiveInt, Section, changes, one_or_many
 from memtrain.recipes.sections.methods.pair_losses import PAIR_LOSSES, PairLoss, PairLossName
 
-ReferenceKind = Literal["auto", "copy", "adapter_off", "precomputed", "synced"]
+ReferenceKind = Literal["auto", "copy", "adapter_off", "adapter_start", "precomputed", "synced"]
 
 
 class WithReference(Section):
@@ -17,8 +17,10 @@ class WithReference(Section):
 
     reference: ReferenceKind = "auto"
     """Source of the reference's log-probs. `copy`: a frozen copy of the weights; `adapter_off`: the model
-    without its adapter; `precomputed`: one pass before training, kept on disk, and no reference is loaded;
-    `synced`: a copy that follows the policy. `auto`: the cheapest in memory, then in time."""
+    without its adapter; `adapter_start`: the model with the adapter that `model.adapter.path` names, as the
+    run began; `precomputed`: one pass before training, kept on disk, and no reference is loaded; `synced`: a
+    copy that follows the policy. `auto`: the cheapest in memory, then in time; of an adapter that is
+    continued its start."""
 
     reference_sync_steps: PositiveInt = 512
     """With `synced`: optimizer steps between two updates of the reference; 1 is a moving average

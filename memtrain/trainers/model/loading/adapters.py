@@ -15,31 +15,39 @@ from types import MethodType
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, PeftType, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PeftType,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError, MemtrainError, first_line_of
-from memtrain.memory.model_shape.adapter_file import read_adapter_config
 from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
 from memtrain.trainers.model.experts.adapters import beside_experts, shapes_of_packed
-from memtrain.trainers.model.loading.adapter_targets import check_targets
+from memtrain.trainers.model.loading.adapter_targets import check_adapter_files, check_targets
 from memtrain.trainers.model.loading.dora_parts import magnitudes_in_parts
 from memtrain.trainers.model.loading.dora_product import multiply_without_identity
 from memtrain.trainers.model.loading.lora_layers import in_few_kernels
 from memtrain.trainers.model.loading.sharded_init import NeedsWhole, is_keeping
-from memtrain.trainers.model.loading.weight_files import header_of
+from memtrain.trainers.model.loading.weight_files import ADAPTER_WEIGHTS
 from memtrain.trainers.model.quantized.dora import show_numbers_to_dora
 from memtrain.trainers.model.quantized.packed import layout_of
 from memtrain.trainers.model.streamed.wide_products import linear
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 
-WEIGHTS = "adapter_model.safetensors"
-
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS"}
 """PEFT's name of the task, by the model's head; the head of a `score` is trained beside the adapter."""
+
+SCORE = "score"
+"""Module of a model that scores, whose adapter saves it: one of a model that writes has none."""
 
 
 def add_adapter(
@@ -84,6 +92,37 @@ def add_adapter(
     return adapted.train()
 
 
+def continue_adapter(model: PeftModel, folder: Path) -> None:
+    """Give the new adapter of `model` the trained numbers of the one in `folder`, to the bit where both are
+    float32; a head for scores that it has not stays new.
+
+    Raises: LaunchError where its file is damaged, or has more or fewer numbers than this model's adapter.
+    """
+    check_adapter_files(folder)
+    given = load_file(folder / ADAPTER_WEIGHTS)
+    fix = "name the model that it was trained on in model.path, or train a new adapter (remove the path)"
+    try:
+        set_peft_model_state_dict(model, dict(given))
+    except RuntimeError as error:  # of sizes that differ
+        raise LaunchError(
+            f"the adapter in {folder} does not fit the model: {first_line_of(error)}",
+            "model.adapter.path",
+            fix,
+        ) from None
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    absent = sorted(name for name in own.keys() - given.keys() if SCORE not in name.split("."))
+    more = sorted(given.keys() - own.keys())
+    if absent or more:
+        what = f"it has no {absent[0]}" if absent else f"the model has no place for its {more[0]}"
+        count = len(absent) + len(more)
+        raise LaunchError(
+            f"the adapter in {folder} does not fit the model: {what}"
+            + (f" ({count} such tensors)" if count > 1 else ""),
+            "model.adapter.path",
+            fix,
+        )
+
+
 def check_new_tokens_learn(model: PeftModel) -> None:
     """Raise LaunchError where the embedding, or the head, stays frozen: added tokens would learn nothing."""
     base: Any = model.get_base_model()
@@ -114,7 +153,7 @@ def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
 
     Raises: LaunchError when the adapter does not fit the model, or is neither LoRA nor DoRA.
     """
-    _check_files(Path(adapter))
+    check_adapter_files(Path(adapter))
     show_numbers_to_dora()
     multiply_without_identity()
     with warnings.catch_warnings():
@@ -147,21 +186,6 @@ def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
         )
     compute_in_input_dtype(adapted)
     return adapted.eval()
-
-
-def _check_files(folder: Path) -> None:
-    """Refuse a folder whose adapter cannot be read whole, or is pickled. Raises: LaunchError."""
-    if not folder.is_dir():
-        return
-    read_adapter_config(folder / "adapter_config.json", str(folder))
-    file = folder / WEIGHTS
-    if not file.exists():
-        raise LaunchError(
-            f"{folder} has no {WEIGHTS}; pickle files, which can run code, are not read",
-            str(folder),
-            "train or download the adapter again, as safetensors",
-        )
-    header_of(file, str(folder))
 
 
 @contextmanager

@@ -111,7 +111,8 @@ def read_config(origin: Origin) -> PretrainedConfig:
         raise LaunchError(
             f"{origin.path} is an adapter of {base}, not a model",
             "model.path",
-            f"set model.path to {base}, or fold the adapter first (`memtrain merge`)",
+            f"set model.path to {base}, and model.adapter.path to {origin.path} to go on from it, or fold "
+            "the adapter first (`memtrain merge`)",
         )
     given: dict[str, Any] = {}
     if Path(origin.path).is_dir():

@@ -22,7 +22,7 @@ from memtrain.memory.model_shape.shape import NO_RUN, ModelShape, shape_of
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.experts.forward import is_experts, stacks_of
 from memtrain.trainers.model.heads.backbone import backbone_of
-from memtrain.trainers.model.loading.adapter_targets import check_quantized, check_targets
+from memtrain.trainers.model.loading.adapter_targets import check_continued, check_quantized, check_targets
 from memtrain.trainers.model.loading.load import AUTO, check_config, refuse_random_in_bits
 from memtrain.trainers.model.loading.locate import built, make_config, unknown_model, unknown_type
 from memtrain.trainers.model.loading.weight_files import check_shapes, check_weights
@@ -95,6 +95,8 @@ def check_model(model: Model, config: Mapping[str, Any], head: str = "lm") -> No
         bare = _without_data(_key(config), head)
         check_targets(bare, model.adapter, quantize=model.quantize)
         check_quantized(bare, model.quantize)
+        if model.adapter.path is not None:
+            check_continued(bare, Path(model.adapter.path))
     folder = Path(model.path).expanduser() if model.path is not None else None
     if folder is not None and (folder / "config.json").is_file():
         check_weights(folder)

@@ -13,6 +13,7 @@ from memtrain.memory.model_shape.config_file import read_json_object
 from memtrain.recipes.reading.regular_file import open_regular
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file. Source: https://github.com/huggingface/safetensors#format."""
