@@ -379,7 +379,7 @@ def test_a_mixture_of_the_handbook_becomes_sources_and_held_out_rows():
         ("c/d", "train"),
     ]
     assert recipe.data.eval_fraction == 0.05
-    assert [one.why for one in made.lost] == ["0.5 of the rows of c/d: `limit` takes a number of them"]
+    assert [one.why for one in made.lost] == ["0.5 of the rows of c/d (`limit` takes a number of them)"]
 
 
 def test_what_is_packed_is_packed_by_a_word_of_ours():

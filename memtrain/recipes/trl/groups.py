@@ -93,6 +93,11 @@ def precision(made: Translation) -> None:
                 "TRL holds float32 weights and computes under autocast; the nearest here are bfloat16 "
                 "weights with float32 copies in the optimizer (optim.master_weights), which update alike"
             )
+        else:
+            made.notes.append(
+                "TRL holds frozen weights in float32 and multiplies with them in bfloat16; here they are "
+                "bfloat16, half the bytes"
+            )
     rest = [key for key in more if key not in ("dtype", "attn_implementation", "revision")]
     if "attn_implementation" in more and "attn_implementation" not in made.config:
         made.notes.append(
@@ -209,7 +214,7 @@ def _mixture(made: Translation, mixture: Mapping[str, Any]) -> None:
     Source: alignment-handbook, src/alignment/data.py (`get_dataset`).
     """
     key, sources = "dataset_mixture", list[dict[str, object]]()
-    parts = cast(list[Mapping[str, Any]], mixture.get("datasets", []))
+    parts, lost = cast(list[Mapping[str, Any]], mixture.get("datasets", [])), list[str]()
     for one in parts:
         source: dict[str, object] = {"source": one.get("id")}
         for ours, theirs in (("name", "config"), ("split", "split")):
@@ -217,19 +222,17 @@ def _mixture(made: Translation, mixture: Mapping[str, Any]) -> None:
                 source[ours] = one[theirs]
         sources.append(source)
         if one.get("weight") not in (None, 1):
-            made.lose(
-                key, f"{one['weight']:g} of the rows of {one.get('id')}: `limit` takes a number of them"
-            )
-    if any(one.get("columns") for one in cast(list[Mapping[str, Any]], mixture.get("datasets", []))):
-        made.notes.append(
-            f"{key}: other columns are left out there; data.format and data.columns choose here"
-        )
+            lost.append(f"{one['weight']} of the rows of {one.get('id')} (`limit` takes a number of them)")
+    if any(one.get("columns") for one in parts):
+        made.notes.append(f"{key}: it keeps some columns; data.format and data.columns choose here")
     made.set("data.train", sources)
     held = mixture.get("test_split_size")
     if isinstance(held, float) and 0 < held < 1:
         made.set("data.eval_fraction", held)
     elif held:
-        made.lose(key, f"{held} rows are held out: `data.eval_fraction` is a share of them")
+        lost.append(f"{held} rows are held out (`data.eval_fraction` is a share of them)")
+    if lost:
+        made.lose(key, "; ".join(lost))
 
 
 def _source(made: Translation, one: Mapping[str, Any]) -> dict[str, object]:
@@ -427,11 +430,11 @@ def rewards(made: Translation) -> None:
                 made.lose(key, f"not used by {made.method}")
         return
     asked: list[dict[str, object]] = []
+    own: list[str] = []
     model = made.config.get("reward_model_name_or_path")
     if model:
         asked.append({"model": {"path": model}})
-    functions = made.get("reward_funcs", [])
-    for name in map(str, _listed(functions)):
+    for name in map(str, _listed(made.get("reward_funcs", []))):
         near = {"accuracy_reward": "exact_answer", "think_format_reward": "format"}
         if name in near:
             asked.append({"function": near[name]})
@@ -440,7 +443,9 @@ def rewards(made: Translation) -> None:
             module, _, function = name.rpartition(".")
             asked.append({"function": f"{module}:{function}"})
         else:
-            made.lose("reward_funcs", f"{name} is TRL's own: write one as `my_rewards.py:{name}`")
+            own.append(name)
+    if own:
+        made.lose("reward_funcs", f"functions of the tool's own: write them as `my_rewards.py:{own[0]}`")
     weights = made.get("reward_weights", [])
     for one, weight in zip(asked, weights, strict=False):
         one["weight"] = weight

@@ -96,7 +96,7 @@ MOST_SHOWN = 160
 
 def shown_value(value: object) -> str:
     """A value on one line, cut where it is a whole template or a list of datasets."""
-    text = inline(value)
+    text = " ".join(inline(value).split())
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN].rstrip()} ..."
 
 
