@@ -135,7 +135,11 @@ def _online(reading: ToolReading) -> None:
         reading.set_trl("truncation_mode", "drop", "data.filter_overlong_prompts")
     if reading.get(f"{_AR}.rollout.name", "vllm") == "vllm":
         reading.set_trl("use_vllm", True, f"{_AR}.rollout.name")
-        reading.trl.setdefault("vllm_gpu_memory_utilization", 0.5)
+        eager = f"{_AR}.rollout.enforce_eager"
+        if not reading.on(eager):
+            reading.set_recipe(
+                "generate.vllm.eager", False, "" if eager in reading.config else "verl's default"
+            )
         if reading.get(f"{_AR}.rollout.free_cache_engine", True):
             reading.set_trl("vllm_enable_sleep_mode", True)
     elif reading.get(f"{_AR}.rollout.name") != "hf":
