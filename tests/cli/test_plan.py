@@ -137,8 +137,10 @@ def test_explaining_tells_the_others_the_sizes_and_the_pins(recipe, capsys):
     assert max(len(line) for line in out.splitlines()) <= 80
 
 
-def test_a_plan_as_json_is_all_that_is_printed_and_holds_everything(recipe, capsys):
-    run(["plan", recipe, "--gpu", "h200", "--num-gpus", "2", "--without-data", "--json"])
+@pytest.mark.parametrize("asked", [["--num-gpus", "2"], ["cluster.processes=2"]])
+def test_a_plan_as_json_is_all_that_is_printed_and_holds_everything(asked: list[str], recipe, capsys):
+    """Of a card that is named there are as many as processes."""
+    run(["plan", recipe, "--gpu", "h200", *asked, "--without-data", "--json"])
     plan = json.loads(capsys.readouterr().out)
     assert plan["device"]["count"] == 2
     assert plan["settings"]["num_processes"] == 2

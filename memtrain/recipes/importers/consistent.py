@@ -51,6 +51,7 @@ CLASHES: tuple[Clash, ...] = (
     ),
     Clash("eval.every_steps", lambda made: not _holds_out(made), "no rows are held out"),
     Clash("eval.per_epoch", lambda made: not _holds_out(made), "no rows are held out"),
+    Clash("eval.early_stopping.patience", lambda made: not _holds_out(made), "no rows are held out"),
     Clash("eval.at_start", lambda made: not _holds_out(made), "no rows are held out"),
     Clash("save.keep_best", lambda made: not _holds_out(made), "no rows are held out to compare losses on"),
     Clash("data.eval_fraction", lambda made: _has(made, "data.eval"), "held-out rows are set twice"),

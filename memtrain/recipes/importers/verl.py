@@ -110,7 +110,9 @@ def _devices(reading: ToolReading, *, is_online: bool) -> None:
     size = "ulysses_sequence_parallel_size"
     widths = (reading.get(key, 1) for key in (f"{_AR}.actor.{size}", f"{actor}.{size}", size))
     width = max(one for one in widths if isinstance(one, int))
-    if width > 1:
+    if width > reading.processes:
+        reading.notes.append(f"{size}: {width} devices share a row; `--processes` says how many there are")
+    elif width > 1:
         reading.set_recipe("cluster.context_parallel", width)
         reading.set_recipe("cluster.context_parallel_mode", "ulysses")
 

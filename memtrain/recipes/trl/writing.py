@@ -31,11 +31,16 @@ def recipe_text(made: Translation, name: str, origin: str = "", command: str = "
     """The YAML of a recipe; a value that is memtrain's own default is left out. `origin`: `TRL's sft`.
     `command`: the command that writes it."""
     top: dict[str, Any] = {}
-    for key, (value, comment) in made.recipe_keys.items():
-        if key != "method" and type(value) is type(default_of(key)) and value == default_of(key):
+    keys = made.recipe_keys
+    own = {key for key in keys if key == "method" or not _is_ours(keys[key][0], default_of(key))}
+    # A section below another is there or not: with nothing but defaults it is there too.
+    asked = {key.rpartition(".")[0] for key in keys if key.count(".") > 1 and keys[key][0] is not None}
+    asked -= {key.rpartition(".")[0] for key in own}
+    for key, (value, comment) in keys.items():
+        *path, last = key.split(".")
+        if key not in own and ".".join(path) not in asked:
             continue
         node = top
-        *path, last = key.split(".")
         for part in path:
             node = node.setdefault(part, {})
         node[last] = (value, comment)
@@ -51,6 +56,10 @@ def recipe_text(made: Translation, name: str, origin: str = "", command: str = "
         if isinstance(top[section], dict):
             lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _is_ours(value: object, default: object) -> bool:
+    return type(value) is type(default) and value == default
 
 
 def _lines(node: Mapping[str, Any], depth: int, section: type[Section]) -> list[str]:

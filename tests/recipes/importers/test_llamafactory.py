@@ -237,6 +237,16 @@ def test_the_precision_is_the_tools(keys: str, dtype: str, tmp_path: Path):
     assert recipe.model.dtype == dtype
 
 
+@pytest.mark.parametrize("patience", [2, 3])
+def test_a_section_of_nothing_but_defaults_is_written(patience: int, tmp_path: Path):
+    recipe, _ = of_keys(tmp_path, f"stage: sft\nearly_stopping_steps: {patience}\nval_size: 0.1\n")
+    assert recipe.eval.early_stopping is not None
+    assert recipe.eval.early_stopping.patience == patience
+    recipe, made = of_keys(tmp_path, f"stage: sft\nearly_stopping_steps: {patience}\n")
+    assert recipe.eval.early_stopping is None
+    assert any("early_stopping" in line and "held out" in line for line in made.notes)
+
+
 def test_its_ppo_is_ppo(tmp_path: Path):
     recipe, _ = of_keys(
         tmp_path,

@@ -167,6 +167,14 @@ def test_what_has_no_counterpart_is_refused_with_its_place(keys: dict[str, objec
         of_keys(keys)
 
 
+def test_a_row_is_shared_where_there_are_devices_for_it():
+    keys: dict[str, object] = {f"{ACTOR}.ulysses_sequence_parallel_size": 4}
+    assert of_keys(keys | {"trainer.n_gpus_per_node": 8})[0].cluster.context_parallel == 4
+    recipe, made = of_keys(keys | {"trainer.n_gpus_per_node": 2})
+    assert recipe.cluster.context_parallel == 1
+    assert any("4 devices share a row" in line for line in made.notes)
+
+
 def of_words(trainer: str, words: str) -> Recipe:
     return import_config(
         read_foreign(f"torchrun -m verl.trainer.{trainer} data.train_files=a.parquet {words}")
