@@ -228,3 +228,15 @@ def test_ranks_started_by_hand_on_a_run_that_is_over_leave_nothing(runs):
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
     assert (folder / "plan.json").read_bytes() == plan
     assert [path.name for path in folder.glob(".*")] == []
+
+
+def test_a_loss_that_stays_high_ends_the_run_and_is_counted_on_after_a_resume(runs):
+    """Killed steps are made again: the fifth high step in a row is the fifth, resumed or not."""
+    words = (*SHORT, "train.max_steps=8", "train.loss_watchdog.patience=5")
+    for resumed in (False, True):
+        ended = runs.run("run", *words, "train.loss_watchdog.threshold=0.5")
+        assert ended.code == 8
+        assert "above 0.5 for 5 steps in a row" in ended.err
+        assert "at step 5 (train.loss_watchdog)" in ended.err
+        assert ("resumed at step 4" in ended.out + ended.err) == resumed
+    runs.done("run", *words, "train.loss_watchdog.threshold=100.0")

@@ -497,6 +497,8 @@ def _evaluation(reading: ToolReading) -> None:
                 reading.lose(key, f"a share of all steps; write their number to `{ours}.every_steps`")
         elif every:
             reading.set_trl(f"{ours}_strategy", "steps", key)
+    if not reading.get("loss_watchdog_threshold"):
+        reading.direct.pop("train.loss_watchdog.patience", None)  # It has no effect in Axolotl either.
     asked = reading.get("eval_steps") or reading.get("evals_per_epoch")
     asked = asked or reading.get("eval_strategy", reading.get("evaluation_strategy", "no")) != "no"
     if holds_out and asked:

@@ -10,6 +10,16 @@ from memtrain.recipes.sections.base import PositiveInt, Section, one_or_many
 from memtrain.recipes.sections.slurm import Slurm
 
 
+class LossWatchdog(Section):
+    """Early end, with an error, of a run whose training loss stays high."""
+
+    threshold: Annotated[float, Field(gt=0)]
+    """Loss of a step above which it counts as high."""
+
+    patience: PositiveInt = 3
+    """High steps in a row after which the run ends. The count goes on in a resumed run."""
+
+
 class Train(Section):
     """Length of the run and size of an optimizer step. The batch size is set once; the rest is derived and
     shown."""
@@ -55,6 +65,10 @@ class Train(Section):
     """Weight of the load-balancing loss of a mixture of experts, over all tokens of a step; 0.001 is
     usual. `auto`: the model's own, where its configuration asks for it (output_router_logits: true), else
     0. Costs one more forward pass a step, without gradients."""
+
+    loss_watchdog: LossWatchdog | None = None
+    """End the run when its loss stays high: `{threshold: 5.0, patience: 3}`. A loss that is not finite ends a
+    run in any case."""
 
     @model_validator(mode="after")
     def _set_once(self) -> Train:

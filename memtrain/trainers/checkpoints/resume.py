@@ -30,6 +30,7 @@ FREE_KEYS = (
     "log",
     "save",
     "eval",
+    "train.loss_watchdog",
     "data.eval",
     "data.cache_dir",
     "data.processes",

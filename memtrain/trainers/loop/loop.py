@@ -14,6 +14,7 @@ from torch import Tensor
 
 from memtrain.errors import Diverged, Interrupted
 from memtrain.memory.plan.plan import Plan
+from memtrain.memory.plan.units import count_of
 from memtrain.recipes.sections.evaluation import LOSS, SET_MARK
 from memtrain.trainers.build.step import OptimizerStep, Part, RanOut
 from memtrain.trainers.loop.early_stopping import is_spent, note_evaluation
@@ -227,6 +228,25 @@ def one_step(run: Run, work: StepWork, rollout_s: float = 0.0) -> None:
             fix="lower optim.lr, raise optim.warmup_ratio, or set model.dtype: float32; "
             "the last checkpoint is from before",
         )
+    _watch(run, work, totals["loss"])
+
+
+def _watch(run: Run, work: StepWork, loss: float) -> None:
+    """Count steps of a high loss in a row. Raises: Diverged when they are as many as the recipe bears."""
+    watchdog, position = run.plan.recipe.train.loss_watchdog, run.position
+    if watchdog is None:
+        return
+    position.high_steps = position.high_steps + 1 if loss > watchdog.threshold else 0
+    if position.high_steps < watchdog.patience:
+        return
+    run.saver.settle()
+    raise Diverged(
+        f"the loss was above {watchdog.threshold:g} for {count_of(watchdog.patience, 'step')} in a row, "
+        f"{loss:.4f} at step {work.step + 1} (train.loss_watchdog)",
+        where=run.plan.run_dir,
+        fix="lower optim.lr, raise optim.warmup_ratio, or raise train.loss_watchdog.threshold; the last "
+        "checkpoint is from before",
+    )
 
 
 def _largest(run: Run, work: StepWork) -> int:

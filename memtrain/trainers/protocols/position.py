@@ -22,6 +22,8 @@ class TrainState:
     """Value of `eval_loss` at the last gain."""
     stale_evals: int = 0
     """Evaluations since the last gain."""
+    high_steps: int = 0
+    """Steps in a row, up to this one, of a loss above the threshold of `train.loss_watchdog`."""
     num_recoveries: int = 0
     """Times that memory ran out and the step was made all the same."""
     micro_batch_limit: int | None = None
