@@ -103,7 +103,7 @@ def _method(reading: ToolReading) -> None:
 def _preferences(reading: ToolReading) -> None:
     """The losses of pairs: ORPO and SimPO are sums, with the likelihood of the chosen answer.
 
-    Source: core/builders/rl.py; TRL 1.8.0's ORPOTrainer (nll + beta x odds ratio) and CPOTrainer (simpo +
+    Source: core/builders/rl.py; TRL 1.9.0's ORPOTrainer (nll + beta x odds ratio) and CPOTrainer (simpo +
     cpo_alpha x nll, whose alpha is 1 where nothing is written), which Axolotl pins.
     """
     asked = reading.get("rl")
@@ -140,7 +140,7 @@ def _found(reading: ToolReading, key: str) -> None:
 
 
 def _online(reading: ToolReading) -> None:
-    """GRPO by TRL 1.8.0, which Axolotl pins: its defaults differ from those of TRL 1.16.
+    """GRPO by TRL 1.9.0, which Axolotl pins: its defaults differ from those of TRL 1.16.
 
     Source: core/trainers/grpo/__init__.py, GRPOStrategy.set_training_args_kwargs.
     """
@@ -211,6 +211,8 @@ _ATTENTION = {
     "flex_attention": "flex_attention",
     "flash_attention_2": "flash_attention_2",
     "flash_attention_3": "flash_attention_3",
+    "flash_attention_4": "flash_attention_3",
+    "flash_attention_torch": "flash_attention_2",
 }
 """Attention by Axolotl's names, and by TRL's."""
 
@@ -356,9 +358,6 @@ def _lengths(reading: ToolReading) -> None:
             reading.assumed.add("truncation_mode")
     elif packs:
         reading.set_trl("truncation_mode", "keep_start", "sequence_len")
-    if reading.method != "grpo" and reading.trl.get("max_length") is None:
-        reading.trl["max_length"] = 512
-        reading.assumed.add("max_length")
     streams = reading.get("pretraining_dataset") or reading.on("streaming")
     if reading.on("curriculum_sampling") or (streams and reading.get("shuffle_merged_datasets") is False):
         _found(reading, "curriculum_sampling")

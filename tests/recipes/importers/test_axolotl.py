@@ -1,4 +1,4 @@
-"""Axolotl's configurations become recipes that train what Axolotl 0.18.0 trains, or say what they do not."""
+"""Axolotl's configurations become recipes that train what Axolotl 0.19.0 trains, or say what they do not."""
 
 from pathlib import Path
 from typing import Any
