@@ -1,6 +1,6 @@
 """Axolotl's datasets: where rows are, what their `type` makes of them, and which tokens are trained on.
 
-Source: axolotl 0.19.0 (and commit 067b021c): utils/schemas/datasets.py, utils/data/{sft,rl,shared,streaming}.py,
+Source: axolotl 0.19.0 (and commit 067b021c): utils/schemas/datasets.py, prompters.py, prompt_strategies/,
 prompters.py and prompt_strategies/.
 """
 
