@@ -92,8 +92,15 @@ def _loss_reads(made: Translation, knob: str) -> bool:
     return any(knob in loss.reads for name, loss in PAIR_LOSSES.items() if name in names)
 
 
+_OF_THE_ADAPTER = ("r", "alpha", "kind", "rslora", "target_modules", "target_parameters", "modules_to_save")
+"""Keys that a trained adapter's own file says."""
+
+
 def make_consistent(made: Translation) -> None:
     """Leave out conflicting keys, and list written keys among them as lost."""
+    if _has(made, "model.adapter.path"):
+        for name in _OF_THE_ADAPTER:
+            made.recipe_keys.pop(f"model.adapter.{name}", None)
     for clash in CLASHES:
         if clash.key in made.recipe_keys and clash.clashes(made):
             value, comment = made.recipe_keys.pop(clash.key)

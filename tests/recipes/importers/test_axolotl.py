@@ -1,5 +1,6 @@
 """Axolotl's configurations become recipes that train what Axolotl 0.19.0 trains, or say what they do not."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,16 @@ def test_an_adapter_that_names_no_rank_has_pefts(tmp_path: Path):
     recipe, _ = made(tmp_path, "adapter: lora\nlora_target_linear: true\n")
     assert recipe.model.adapter is not None
     assert (recipe.model.adapter.r, recipe.model.adapter.alpha, recipe.model.adapter.dropout) == (8, 8, 0)
+
+
+def test_an_adapter_that_is_trained_on_has_its_own_shape(tmp_path: Path):
+    own = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(own))
+    recipe, _ = made(tmp_path, f"{ADAPTER}lora_model_dir: {tmp_path}\n")
+    assert recipe.model.adapter is not None
+    assert (recipe.model.adapter.r, recipe.model.adapter.target_modules) == (4, ("q_proj",))
+    _, found = made(tmp_path, f"{ADAPTER}lora_model_dir: {tmp_path}/elsewhere\n")
+    assert any("model.adapter.path" in line for line in found.notes)
 
 
 def test_grpo_is_of_the_trl_that_axolotl_pins(tmp_path: Path):
