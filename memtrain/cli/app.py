@@ -186,5 +186,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def _usage_fault(error: Any) -> RecipeError:
     """A wrong option in the form of every other error."""
     message = str(error.format_message()).rstrip(".")
+    wrong = str(getattr(error, "option_name", ""))
+    if wrong.startswith("--") and "." in wrong:
+        key, _, value = wrong[2:].partition("=")
+        word = f"{key}={value or 'VALUE'}"
+        return RecipeError(
+            f"{wrong} is a key of the recipe, not an option", "the command line", f"write {word}"
+        )
     path = error.ctx.command_path if error.ctx is not None else "memtrain"
     return RecipeError(message[:1].lower() + message[1:], path, f"see {path} --help")

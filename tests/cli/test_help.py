@@ -91,6 +91,11 @@ def test_the_version_is_reported(capsys: pytest.CaptureFixture[str]):
             ["check", "x", "--foo"],
             "error: no such option: --foo\n   at: memtrain check\n  try: see memtrain check --help\n",
         ),
+        (
+            ["sft", "x", "--optim.lr", "2e-4"],
+            "error: --optim.lr is a key of the recipe, not an option\n   at: the command line\n"
+            "  try: write optim.lr=VALUE\n",
+        ),
         (["--foo"], "error: no such option: --foo\n   at: memtrain\n  try: see memtrain --help\n"),
     ],
 )

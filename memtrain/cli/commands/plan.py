@@ -164,7 +164,8 @@ def _question(
 
 def _loaded(recipe: str, words: list[str], model: str | None) -> tuple[LoadedRecipe, str]:
     """The recipe that is asked about, its model that of `--model`; of a dataset, the sentence about it."""
-    from memtrain.cli.plan.dataset_alone import is_recipe, model_word, recipe_to_plan
+    from memtrain.cli.plan.dataset_alone import is_recipe, recipe_to_plan
+    from memtrain.cli.plan.recipe_of_dataset import model_word
     from memtrain.recipes.reading.load import load_recipe
 
     if model is None:

@@ -48,8 +48,9 @@ def show_data(
     """
     from memtrain.cli.launch.summary import reading_progress
     from memtrain.cli.output.terminal import print_text
-    from memtrain.cli.plan.dataset_alone import is_dataset_alone, model_word, recipe_to_show
+    from memtrain.cli.plan.dataset_alone import is_dataset_alone, recipe_to_show
     from memtrain.cli.plan.recipe_lines import at_their_lines
+    from memtrain.cli.plan.recipe_of_dataset import model_word
     from memtrain.errors import RecipeError
     from memtrain.recipes.reading.load import load_recipe
     from memtrain.recipes.recipe import HAS_ANSWERS

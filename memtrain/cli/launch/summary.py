@@ -47,6 +47,7 @@ def print_plan(planned: Planned) -> None:
     """The plan in short: the rows, the decisions, the predicted peak with and without them."""
     plan = planned.plan
     print_text(f"{plan.recipe.method}: {whole(plan.recipe_path)} into {whole(plan.run_dir)}")
+    print_text(f"Trained parameters: {plan.parameters_words()}.")
     print_text(rows_words(planned.profile.report))
     for sentence in plan.data.words():
         print_text(sentence)

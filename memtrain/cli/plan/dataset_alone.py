@@ -10,10 +10,9 @@ from pathlib import Path
 
 from memtrain.cli.plan.model_table import is_model
 from memtrain.cli.plan.recipe_lines import at_their_lines
-from memtrain.cli.plan.recipe_of_dataset import is_dataset
+from memtrain.cli.plan.recipe_of_dataset import is_dataset, model_word
 from memtrain.cli.plan.usual_tokenizer import usual_tokenizer
 from memtrain.errors import RecipeError
-from memtrain.memory.model_shape.config_file import model_of_run
 from memtrain.recipes.reading.load import LoadedRecipe, recipe_of_words
 from memtrain.recipes.reading.shipped import ENDINGS, shipped_names
 from memtrain.recipes.registry import METHODS
@@ -29,11 +28,6 @@ def is_dataset_alone(name: str) -> bool:
 def is_recipe(name: str) -> bool:
     """Whether a name is a recipe's: a YAML file's, or a shipped one's."""
     return name in shipped_names() or Path(name).suffix in ENDINGS
-
-
-def model_word(model: str) -> str:
-    """`--model` as the key of a recipe; the folder of a run is the model in it."""
-    return f"model.path={json.dumps(model_of_run(model), ensure_ascii=False)}"
 
 
 def recipe_to_show(dataset: str, overrides: Sequence[str]) -> tuple[LoadedRecipe, str]:

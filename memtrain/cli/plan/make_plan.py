@@ -15,6 +15,7 @@ from memtrain.cli.plan.model_shape import layer_measurer, shape_for
 from memtrain.cli.plan.recipe_lines import at_their_lines
 from memtrain.cli.plan.usual_tokenizer import keep_last
 from memtrain.memory.estimate.pricing import PlannerInputs, host_need
+from memtrain.memory.estimate.static import trained_parts
 from memtrain.memory.hardware.calibration import version
 from memtrain.memory.hardware.devices import Hardware, detect
 from memtrain.memory.hardware.peak_history import read_history
@@ -78,6 +79,7 @@ def make_plan(
     decisions = resolved.decisions
     if recipe.data.assistant_only_loss is not loaded.recipe.data.assistant_only_loss and data.has_turns:
         decisions = (turns_decision(f"plan in {folder}"), *decisions)
+    trained, total = _parameters(resolved.settings, facts)
     plan = Plan(
         recipe=resolved.case.recipe,
         recipe_path=str(loaded.path),
@@ -90,8 +92,19 @@ def make_plan(
         versions=versions(),
         host=_on_host(resolved),
         environment=loaded.environment,
+        num_trained=trained,
+        num_parameters=total,
     )
     return Planned(plan, resolved.case.facts.rows_of(plan.settings))
+
+
+def _parameters(settings: Settings, facts: PlannerInputs) -> tuple[int, int]:
+    """(trained parameters, all of them) of the model."""
+    total = facts.shape.num_parameters
+    if settings.adapter is None:
+        return total, total
+    trained = sum(count for count, _ in trained_parts(settings, facts.shape))
+    return trained, total + trained
 
 
 def _on_host(resolved: Resolved) -> tuple[Owned, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 
 from memtrain.cli.output.terminal import print_text
 from memtrain.errors import RecipeError
+from memtrain.memory.model_shape.adapter_file import read_adapter_config
 from memtrain.memory.model_shape.config_file import model_of_run
 from memtrain.recipes.reading.load import recipe_of_words
 from memtrain.recipes.reading.shipped import ENDINGS
@@ -37,7 +39,7 @@ def write_recipe(method: str | None, dataset: str, model: str, overrides: Sequen
     command = METHODS[method].command
     words = [
         f"method={method}",
-        f"model.path={json.dumps(model_of_run(model))}",
+        model_word(model),
         f"data.train={json.dumps(dataset, ensure_ascii=False)}",
         *overrides,
     ]
@@ -55,6 +57,23 @@ def write_recipe(method: str | None, dataset: str, model: str, overrides: Sequen
     return path
 
 
+def model_word(model: str) -> str:
+    """`--model` as the key of a recipe; the folder of a run is the model in it.
+
+    Raises: RecipeError for an adapter, which is no model.
+    """
+    folder = Path(model_of_run(model)).expanduser()
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():
+        base = read_adapter_config(folder / ADAPTER, "--model").get("base_model_name_or_path") or "ITS_MODEL"
+        raise RecipeError(
+            f"{model} is an adapter of {base}, not a model",
+            "--model",
+            f"go on training it: --model {shlex.quote(str(base))} model.adapter.path={shlex.quote(model)}; "
+            f"or make one model of both: memtrain merge {shlex.quote(model)}",
+        )
+    return f"model.path={json.dumps(model_of_run(model), ensure_ascii=False)}"
+
+
 def _free_file(stem: str, header: str, text: str) -> tuple[Path, bool]:
     """The first of `stem.yaml`, `stem-2.yaml`, ... that holds the text, is free, or was used by no run; and
     whether it holds the text."""
@@ -68,6 +87,9 @@ def _free_file(stem: str, header: str, text: str) -> tuple[Path, bool]:
         if before.startswith(header) and not Path("runs", path.stem, "metrics.jsonl").exists():
             return path, False
     raise AssertionError("count(1) has no end")
+
+
+ADAPTER = "adapter_config.json"
 
 
 def is_dataset(name: str) -> bool:

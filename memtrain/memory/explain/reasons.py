@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from memtrain.memory.estimate.pricing import PlannerInputs, Priced, budget_of, price
 from memtrain.memory.plan.settings import Settings
-from memtrain.memory.plan.units import gib
+from memtrain.memory.plan.units import count_of, gib
 from memtrain.memory.rules.batching import Micro, worked_line
 from memtrain.memory.rules.context_parallel import explain_sharing, held_by
 from memtrain.memory.rules.engines import layout_of, open_forms
@@ -166,6 +166,10 @@ def explain(ledger: DecisionLog, chosen: Priced, facts: PlannerInputs, budget: i
     batch = (settings.batch_size, settings.batch_tokens)
     sharing = settings.context_parallel
     line = worked_line(batch, micro_batch, settings.num_replicas, facts.profile, num_sharing=sharing)
+    rows = facts.profile.report.num_sequences
+    if settings.batch_size is not None and settings.batch_size > rows and ledger.asked.recipe.online is None:
+        words = f"more than the {count_of(rows, 'row')} there are: every step is all of them"
+        ledger.decide_again("batch_size", settings.batch_size, words, "train.batch_size")
     path = "train.micro_tokens" if settings.micro_tokens is not None else "train.micro_batch_size"
     ledger.decide("micro_batch", settings.micro_tokens or settings.micro_batch_size, line, path)
     length = "length.packing" if settings.packing != "none" else "length.padding_free"

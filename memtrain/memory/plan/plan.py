@@ -234,6 +234,17 @@ class Plan(Section):
     """Predicted memory of the host by owner, all processes together, in the phase that needs most of it."""
     environment: tuple[EnvironmentText, ...] = ()
     """Texts of the recipe that came from environment variables."""
+    num_trained: int = 0
+    """Trained parameters of the model; 0 in plans that were made before they were counted."""
+    num_parameters: int = 0
+    """All of them, an adapter's included."""
+
+    def parameters_words(self) -> str:
+        """Trained parameters, and their share of all; empty where they were not counted."""
+        if not self.num_parameters:
+            return ""
+        share = 100 * self.num_trained / self.num_parameters
+        return f"{self.num_trained:,} of {self.num_parameters:,} ({share:.{1 if share >= 1 else 3}f}%)"
 
     def write(self, folder: Path) -> Path:
         """Write `plan.json` into `folder` and return its path."""

@@ -135,6 +135,33 @@ def test_the_folder_of_a_run_stands_for_its_model(folder: Path, capsys: pytest.C
     assert "give its model: runs/one/final" in shown
 
 
+def test_an_adapter_is_no_model_and_nothing_is_written(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "run/final").mkdir(parents=True)
+    own = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-8B", "r": 8, "lora_alpha": 16}
+    for place, file in (("run", "plan.json"), ("run/final", "adapter_config.json")):
+        (folder / place / file).write_text(json.dumps(own))
+    for model in ("run", "run/final"):
+        assert main(["sft", "rows.jsonl", "--model", model]) == 2
+        said = capsys.readouterr().err
+        assert said.count("error: ") == 1
+        assert "is an adapter of Qwen/Qwen3-8B, not a model" in said
+        assert f"--model Qwen/Qwen3-8B model.adapter.path={model}" in said
+    assert not list(folder.glob("*.yaml"))
+
+
+def test_the_console_says_what_is_trained_and_that_a_step_is_all_rows(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["sft", "rows.jsonl", "--model", "builtin:tiny", "train.batch_size=6400", "--dry-run"]
+    assert main([*words, "train.max_steps=1", "model.adapter={r: 4}"]) == 0
+    plan = json.loads((folder / "runs/rows-sft/plan.json").read_text())
+    said = capsys.readouterr().out
+    assert 0 < plan["num_trained"] < plan["num_parameters"]
+    assert f"Trained parameters: {plan['num_trained']:,} of {plan['num_parameters']:,} (" in said
+    reasons = {one["setting"]: one["reason"] for one in plan["decisions"]}
+    assert "there are: every step is all of them" in reasons["batch_size"]
+
+
 def test_a_json_list_of_rows_is_no_recipe(folder: Path, capsys: pytest.CaptureFixture[str]):
     (folder / "mine.json").write_text('[{"prompt": "2 + 2", "completion": "4"}]')
     assert main(["check", "mine.json"]) == 2

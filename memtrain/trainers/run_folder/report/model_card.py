@@ -62,6 +62,7 @@ def render_card(report: Report, plan: Plan) -> str:
     figures = figures_of(report)
     rows = [
         ("steps", f"{report.steps[-1].step if report.steps else 0:,} of {plan.settings.max_steps:,}"),
+        ("trained parameters", plan.parameters_words()),
         ("training loss", loss_words(figures)),
         ("training reward", reward_words(figures)),
         (eval_name(figures), eval_words(figures)),

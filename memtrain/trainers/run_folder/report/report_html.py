@@ -108,6 +108,9 @@ def _tiles(report: Report, figures: Figures) -> list[tuple[str, str, str]]:
     """Name, value and remark of the numbers at the top."""
     total = f" of {report.plan.settings.max_steps:,}" if report.plan else ""
     tiles = [("steps", f"{report.steps[-1].step if report.steps else 0:,}{total}", duration(figures.seconds))]
+    if report.plan and (words := report.plan.parameters_words()):
+        trained, _, rest = words.partition(" ")
+        tiles.append(("trained parameters", trained, rest))
     if words := reward_words(figures):
         tiles.append((REWARD, *_value_and_remark(words)))
     tiles.append(("loss", *_value_and_remark(loss_words(figures))))
