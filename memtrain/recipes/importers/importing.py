@@ -180,9 +180,10 @@ def _script(text: str, path: Path, asked: _Asked, given: Mapping[str, Any] = Map
     code = ""
     if read.rewards:
         code, lost = functions_text(read.script, read.rewards, path.name, read.line)
-        names = [one for one in read.rewards if not any(line.startswith(f"{one} ") for line in lost)]
+        without = [one for several in lost.values() for one in several]
+        names = [one for one in read.rewards if one not in without]
         notes += tuple(
-            f"rewards: {line}: write it into a file, and name it in rewards.functions" for line in lost
+            f"rewards: not written into a file, {why}: {', '.join(several)}" for why, several in lost.items()
         )
         if code:
             read.keys[CODE] = names

@@ -404,7 +404,7 @@ class _Reading:
         elif rounding is not None:
             self.keys[f"{LOAD}.quantization_config"] = rounding
         if "FastVision" in call.owner:
-            self.keys[ROWS] = ["pictures beside the text"]
+            self.notes.append("FastVisionModel reads pictures too; here its text part is trained, on text")
 
     def rounded(self, call: Call) -> None:
         if call.name in OTHER_BITS:
@@ -488,7 +488,7 @@ class _Reading:
         if not sources and value is not None:
             others = self.named(DATASET)
             sources = self.sources(others) if len({one.line for one in others}) == 1 else []
-            self.keys.setdefault(ROWS, []).extend([] if sources else [f"made when it runs: {value}"])
+            self.keys[ROWS] = [] if sources or calls else [f"made when it runs: {value[:60]}"]
         elif not sources:
             sources = self.sources(self.named(DATASET)[:1])
         if sources:
@@ -527,7 +527,7 @@ class _Reading:
         """What the script does to its rows that a recipe does not."""
         said: list[str] = self.keys.setdefault(ROWS, [])
         for call in reversed(calls):
-            if call.name in _SAME_ROWS or call.name == DATASET:
+            if call.name in (*_SAME_ROWS, DATASET, LOAD):
                 continue
             function = call.given("function", 0)
             if call.name == "map" and only_renders(self.script, function):
@@ -543,10 +543,12 @@ class _Reading:
 
     def templates(self) -> None:
         """Chat templates that the script gives its tokenizer."""
-        named = [call.given("chat_template", 1) for call in self.named("get_chat_template")]
+        before = self.trainer.call.line if self.trainer.call is not None else 0
+        calls = [one for one in self.named("get_chat_template") if one.line <= before or not before]
+        named = ["chatml" if (one := call.given("chat_template", 1)) is None else one for call in calls]
         given = [value for path, value in self.script.set_on.items() if path.endswith(".chat_template")]
         if named or given:
-            self.keys[TEMPLATES] = [*("chatml" if one is None else one for one in named), *given]
+            self.keys[TEMPLATES] = [*named[-1:], *given[-1:]]
 
 
 def _without_objects(value: Any) -> Any:
@@ -581,7 +583,7 @@ def _inner(value: Any) -> Iterator[Call]:
 def _given(call: Call) -> Iterator[Call]:
     """The calls whose results a call is given, the object that it is of first."""
     for value in (call.subject, *call.positional, *call.arguments.values()):
-        yield from _inner(value)
+        yield from (one for one in _inner(value) if one.name != "get_chat_template")
 
 
 def _reached(value: Any) -> list[Call]:

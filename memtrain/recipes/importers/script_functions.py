@@ -49,18 +49,20 @@ def only_renders(script: Script, name: object) -> bool:
     )
 
 
-def functions_text(script: Script, names: Sequence[str], origin: str, before: int) -> tuple[str, list[str]]:
-    """(a module with functions of a script and all that they use of it, words on those that cannot be
-    written: functions that nothing defines before a line, or that use what the script loads)."""
+def functions_text(
+    script: Script, names: Sequence[str], origin: str, before: int
+) -> tuple[str, dict[str, list[str]]]:
+    """(a module with functions of a script and all that they use of it; those that cannot be written, by the
+    reason: that nothing defines them before a line, or that they use what the script loads)."""
     defined = dict(_definitions([one for one in script.tree.body if one.lineno < before]))
     wanted: list[ast.stmt] = []
-    lost: list[str] = []
+    lost: dict[str, list[str]] = {}
     for name in names:
         needed, missing = _needed(name, defined)
         if missing == [name]:
-            lost.append(f"{name} is no function of the script itself")
+            lost.setdefault("no functions of the script itself", []).append(name)
         elif missing:
-            lost.append(f"{name} uses {', '.join(missing)}, which the script makes when it runs")
+            lost.setdefault(f"with {', '.join(missing)} of the script as it runs", []).append(name)
         else:
             wanted += [one for one in needed if one not in wanted]
     order = [one for one in ast.walk(script.tree) if isinstance(one, ast.stmt) and one in wanted]
@@ -119,7 +121,14 @@ def _needed(name: str, defined: dict[str, ast.stmt]) -> tuple[list[ast.stmt], li
 def _free_names(line: ast.stmt) -> list[str]:
     """Names that a line reads and does not set itself."""
     own = {one.arg for one in ast.walk(line) if isinstance(one, ast.arg)} | {"__name__", "__file__"}
-    own |= {str(one.name) for one in ast.walk(line) if isinstance(one, ast.ExceptHandler | ast.MatchAs)}
+    named = ast.ExceptHandler | ast.MatchAs | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    own |= {str(one.name) for one in ast.walk(line) if isinstance(one, named)}
+    own |= {
+        alias.asname or alias.name.partition(".")[0]
+        for one in ast.walk(line)
+        if isinstance(one, ast.Import | ast.ImportFrom)
+        for alias in one.names
+    }
     names = [one for one in ast.walk(line) if isinstance(one, ast.Name)]
     if isinstance(line, Function | ast.ClassDef):
         own |= {one.id for one in names if isinstance(one.ctx, ast.Store)}

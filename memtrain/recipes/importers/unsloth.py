@@ -27,8 +27,9 @@ from memtrain.recipes.trl.translation import Lost
 
 def read(reading: ToolReading) -> None:
     """The adapter, precision, checkpointing, rows and vLLM."""
+    told = [one.key for one in reading.lost]
     for key, value in [*reading.config.items()]:
-        if not is_computed(value) or key.startswith(("trainer.", "script.")) or key == DATASET:
+        if key in told or not is_computed(value) or key.startswith(("trainer.", "script.")) or key == DATASET:
             continue
         kept: dict[str, Any] | None = None
         if isinstance(value, Mapping):
@@ -110,6 +111,15 @@ def _adapter(reading: ToolReading) -> None:
     else:
         for key in [one for one in reading.trl if one.startswith("lora_")]:
             del reading.trl[key]
+    modules = reading.trl.get("lora_target_modules")
+    whole = (
+        [one for one in modules if one in ("embed_tokens", "lm_head")] if isinstance(modules, list) else []
+    )
+    if whole and _is_fast(reading):
+        # Unsloth trains these whole beside the adapter. Source: `get_peft_model` in unsloth/models/llama.py.
+        saved = cast(list[Any], reading.trl.get("lora_modules_to_save") or [])
+        reading.trl["lora_target_modules"] = [one for one in cast(list[Any], modules) if one not in whole]
+        reading.set_trl("lora_modules_to_save", [*saved, *whole], f"{ADAPT}.target_modules")
     bits4 = reading.get(f"{LOAD}.load_in_4bit")
     if reading.on(f"{LOAD}.load_in_8bit"):
         reading.set_trl("load_in_8bit", True, "load_in_8bit")
@@ -159,8 +169,11 @@ def _rows(reading: ToolReading) -> None:
     given: list[Mapping[str, Any]] = reading.get(DATASET, [])
     sources = [one for one in map(_source, given) if one is not None]
     for one in given:
-        if (path := one.get("data_files", one.get("path"))) is not None and is_computed(path):
+        path = one.get("data_files", one.get("path"))
+        if is_computed(path):
             reading.lost.append(Lost(DATASET, str(path), "its value is computed when the script runs"))
+        elif _source(one) is None:
+            reading.lost.append(Lost(DATASET, path, "write the files that are here into data.train"))
     for one in sources:
         cut = one.pop("cut", None)
         if cut is not None and "limit" not in one:
@@ -194,7 +207,7 @@ def _source(given: Mapping[str, Any]) -> dict[str, Any] | None:
         given = {}
     if isinstance(path, list) and len(cast(list[Any], path)) == 1:
         path = cast(list[Any], path)[0]
-    if not isinstance(path, str) or isinstance(path, Computed):
+    if not isinstance(path, str) or isinstance(path, Computed) or "://" in path:
         return None
     source: dict[str, Any] = {"source": path}
     source |= {key: given[key] for key in ("name", "revision") if isinstance(given.get(key), str)}
@@ -208,8 +221,17 @@ def _source(given: Mapping[str, Any]) -> dict[str, Any] | None:
     return {key: one for key, one in source.items() if not isinstance(one, Computed)}
 
 
-SHIPPED: Mapping[str, str] = {"chatml": "chatml"}
-"""Templates of Unsloth's that write what a shipped training template does."""
+SHIPPED: Mapping[str, str] = {
+    "chatml": "chatml",
+    **dict.fromkeys(("llama-3", "llama3"), "llama3"),
+    **dict.fromkeys(("qwen-2.5", "qwen-25", "qwen25", "qwen2.5"), "qwen2.5"),
+    **dict.fromkeys(("qwen-3", "qwen3"), "qwen3"),
+    "qwen3-instruct": "qwen3-instruct",
+    **dict.fromkeys(("gemma-3", "gemma3", "gemma-3n", "gemma3n"), "gemma3"),
+    "phi-4": "phi4",
+}
+"""Templates of Unsloth's (unsloth/chat_templates.py, 015bdef0) that write what a shipped training template
+does: held to each other over the probe conversations of `trainers/data/tokenize/chat_templates.py`."""
 
 
 def _template(reading: ToolReading) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from memtrain.errors import RecipeError
 from memtrain.recipes.peers.table import Row, Same, table
 from memtrain.recipes.reading.field_types import field_types, section_of
 from memtrain.recipes.recipe import Recipe
@@ -45,7 +46,7 @@ def translate(
     )
     made.set("method", method)
     for read in groups.ALL:
-        read(made)
+        _together(read, made)
     for key, row in table("trl").rows.items():
         if key in made.used:
             continue
@@ -61,6 +62,27 @@ def translate(
             made.lose(key, f"not a known key of TRL {table('trl').version}{asks}")
     distillation(made)
     return made
+
+
+def _together(read: Callable[[Translation], None], made: Translation) -> None:
+    """Read keys that mean something together.
+
+    Raises: RecipeError where a value is of another kind than TRL takes.
+    """
+    try:
+        read(made)
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError):
+        rows = table("trl").rows
+        given = [
+            f"{key}: {str(value)[:80]}"
+            for key, value in made.config.items()
+            if key in rows and rows[key].group == read.__name__
+        ]
+        raise RecipeError(
+            f"a value is of another kind than TRL takes: {', '.join(given)}",
+            ", ".join(one.partition(":")[0] for one in given),
+            "write it as TRL takes it",
+        ) from None
 
 
 def _carry(made: Translation, key: str, row: Row) -> None:

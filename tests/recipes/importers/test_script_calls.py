@@ -192,7 +192,9 @@ def test_functions_that_judge_go_into_a_file_beside_the_recipe(tmp_path: Path):
     assert {"good", "used", "form", "re"} <= set(compile(code, "f", "exec").co_names)
     assert "SYSTEM" not in code
     assert "from_pretrained" not in code
-    assert "rewards: bad uses model, which the script makes when it runs" in " ".join(made.notes)
+    assert "rewards: not written into a file, with model of the script as it runs: bad" in " ".join(
+        made.notes
+    )
 
 
 def test_a_large_notebook_is_read_without_its_pictures(tmp_path: Path):
