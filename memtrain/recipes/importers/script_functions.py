@@ -121,8 +121,13 @@ def _needed(name: str, defined: dict[str, ast.stmt]) -> tuple[list[ast.stmt], li
 def _free_names(line: ast.stmt) -> list[str]:
     """Names that a line reads and does not set itself."""
     own = {one.arg for one in ast.walk(line) if isinstance(one, ast.arg)} | {"__name__", "__file__"}
-    named = ast.ExceptHandler | ast.MatchAs | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    own |= {str(one.name) for one in ast.walk(line) if isinstance(one, named)}
+    own |= {
+        str(one.name)
+        for one in ast.walk(line)
+        if isinstance(
+            one, ast.ExceptHandler | ast.MatchAs | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        )
+    }
     own |= {
         alias.asname or alias.name.partition(".")[0]
         for one in ast.walk(line)

@@ -111,8 +111,8 @@ def _adapter(reading: ToolReading) -> None:
     else:
         for key in [one for one in reading.trl if one.startswith("lora_")]:
             del reading.trl[key]
-    modules = reading.trl.get("lora_target_modules")
-    whole = (
+    modules: Any = reading.trl.get("lora_target_modules")
+    whole: list[Any] = (
         [one for one in modules if one in ("embed_tokens", "lm_head")] if isinstance(modules, list) else []
     )
     if whole and _is_fast(reading):
