@@ -111,14 +111,13 @@ def _adapter(reading: ToolReading) -> None:
     else:
         for key in [one for one in reading.trl if one.startswith("lora_")]:
             del reading.trl[key]
-    modules: Any = reading.trl.get("lora_target_modules")
-    whole: list[Any] = (
-        [one for one in modules if one in ("embed_tokens", "lm_head")] if isinstance(modules, list) else []
-    )
+    given = reading.trl.get("lora_target_modules")
+    modules = cast(list[Any], given) if isinstance(given, list) else []
+    whole = [one for one in modules if one in ("embed_tokens", "lm_head")]
     if whole and _is_fast(reading):
         # Unsloth trains these whole beside the adapter. Source: `get_peft_model` in unsloth/models/llama.py.
         saved = cast(list[Any], reading.trl.get("lora_modules_to_save") or [])
-        reading.trl["lora_target_modules"] = [one for one in cast(list[Any], modules) if one not in whole]
+        reading.trl["lora_target_modules"] = [one for one in modules if one not in whole]
         reading.set_trl("lora_modules_to_save", [*saved, *whole], f"{ADAPT}.target_modules")
     bits4 = reading.get(f"{LOAD}.load_in_4bit")
     if reading.on(f"{LOAD}.load_in_8bit"):
