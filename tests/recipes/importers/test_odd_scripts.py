@@ -21,7 +21,7 @@ warmup_steps warmup_ratio lr_scheduler_type lr_scheduler_kwargs optim seed max_l
 fp16 report_to save_steps save_strategy save_total_limit eval_strategy eval_steps logging_steps
 num_generations beta loss_type loss_weights reward_weights generation_batch_size steps_per_generation
 max_prompt_length deepspeed max_completion_length model_init_kwargs fsdp fsdp_config accelerate_config
-adam_beta1 temperature top_k epsilon gradient_checkpointing use_vllm vllm_mode max_seq_length dataset_kwargs **x
+adam_beta1 temperature top_k epsilon gradient_checkpointing use_vllm vllm_mode dataset_kwargs **x
 max_seq_length load_in_4bit dtype rope_scaling device_map quantization_config revision
 r lora_alpha lora_dropout target_modules modules_to_save use_gradient_checkpointing
 path name split data_files revision streaming"""
