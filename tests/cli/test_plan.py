@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from memtrain.cli.app import run
+from memtrain.cli.plan.lookup import budget_words
 from memtrain.errors import DoesNotFit, LaunchError, RecipeError
 from memtrain.memory.hardware.devices import Hardware
 from memtrain.memory.plan.plan import PhasePeak, Prediction
@@ -487,3 +488,10 @@ def test_the_plan_says_why_it_is_for_these_devices(recipe, capsys):
     assert "for this machine's CPU, as cluster.device says (from the command line: " in reported(capsys)
     assert run(["plan", recipe, "--without-data", "--gpu", "h100", "model.adapter={}"]) == 0
     assert "The plan is for" not in reported(capsys)
+
+
+def test_a_budget_that_no_program_gets_of_the_card_is_told():
+    card = Hardware.named("h100")
+    said = budget_words(200 * 2**30, card, "my.yaml:3:11")
+    assert "asks for 200.0 GiB (my.yaml:3:11), and a program gets 79.10 GiB of H100" in said
+    assert not any(budget_words(one, card, "") for one in ("auto", 2**30, card.memory_bytes, card.sold_bytes))

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from memtrain.cli.plan.lookup import LookedAt, card_words, facts_without_data, look_at_devices, look_at_model
+from memtrain.cli.plan.lookup import (
+    LookedAt,
+    budget_words,
+    card_words,
+    facts_without_data,
+    look_at_devices,
+    look_at_model,
+)
 from memtrain.memory.estimate.host_memory import on_disk
 from memtrain.memory.estimate.host_phases import PINNED, STEPS, highest
 from memtrain.memory.estimate.pricing import (
@@ -167,6 +174,8 @@ def ask(
     where = asked.where("cluster.device")
     if card := card_words(hardware, gpu, budget, recipe.cluster.device, where):
         notes.append(card)
+    if capped := budget_words(recipe.memory.budget, hardware, asked.where("memory.budget")):
+        notes.append(capped)
     shape_note = facts_note(looked, recipe.model.path)
     if NO_RUN in shape_note:
         notes.insert(0, shape_note)

@@ -233,6 +233,18 @@ def card_words(hardware: Hardware, gpu: str | None, num_bytes: int | None, devic
     return "The plan is for this machine's CPU, where no GPU is visible; --gpu h100 plans for a card."
 
 
+def budget_words(num_bytes: int | str, hardware: Hardware, where: str) -> str:
+    """Sentence on a budget of the recipe that no program gets of the card; empty of any other."""
+    if isinstance(num_bytes, str) or hardware.device != "cuda":
+        return ""
+    if num_bytes <= max(hardware.memory_bytes, hardware.sold_bytes):
+        return ""
+    return (
+        f"memory.budget asks for {gib(num_bytes)} ({where}), and a program gets "
+        f"{gib(hardware.memory_bytes)} of {hardware.name}: the plan counts with these."
+    )
+
+
 def facts_without_data(
     asked: SourcedRecipe, looked: LookedAt, hardware: Hardware, presumed: frozenset[str] = frozenset()
 ) -> PlannerInputs:

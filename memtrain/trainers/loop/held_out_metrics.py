@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from memtrain.memory.plan.plan import Plan
 from memtrain.recipes.sections.evaluation import SET_MARK, Metrics
@@ -11,6 +12,7 @@ from memtrain.trainers.data.store.held_out_prompts import COLUMNS, HeldOutPrompt
 from memtrain.trainers.loop.sampling import Writer
 from memtrain.trainers.online.rewards.answer import Answer
 from memtrain.trainers.online.rewards.functions import Function, check_columns, load_functions
+from memtrain.trainers.online.rewards.interpreter_watch import watch_interpreter
 from memtrain.trainers.online.rewards.score import score
 from memtrain.trainers.runtime.ranks import Ranks
 
@@ -85,5 +87,7 @@ def open_metrics(plan: Plan, writer: Writer | None, ranks: Ranks) -> Callable[[]
     assert writer is not None, "Whoever asks for metrics has completions written."
     functions = load_functions(asked)
     check_columns(dict(enumerate(functions)), COLUMNS, asked)
+    if ranks.is_main and not all(one.is_builtin for one in functions):
+        watch_interpreter(Path(plan.run_dir).absolute())
     prompts = held_out_prompts(plan.recipe, plan.data)
     return HeldOutMetrics(asked, functions, prompts, plan.recipe.data.eval_sets, writer, ranks).measure

@@ -5,6 +5,7 @@ Source: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -35,11 +36,21 @@ Shapes = dict[str, tuple[str, tuple[int, ...]]]
 """Type and shape of each tensor, by its name."""
 
 
+MOST_HEADER_BYTES = 100_000_000
+"""Bytes of a header that the format allows."""
+
+
 def shapes_in(path: Path) -> Shapes:
-    """Tensors of a safetensors file, by its header. Raises: OSError."""
+    """Tensors of a safetensors file, by its header. Raises: OSError, also where it is none."""
     with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    entries = cast(dict[str, Any], header).items()
-    return {
-        name: (entry["dtype"], tuple(entry["shape"])) for name, entry in entries if name != "__metadata__"
-    }
+        size = int.from_bytes(file.read(8), "little")
+        if size > min(MOST_HEADER_BYTES, path.stat().st_size - 8):
+            raise OSError(errno.EINVAL, "it is no safetensors file: its header is longer than it", str(path))
+        raw = file.read(size)
+    try:
+        entries = cast(dict[str, Any], json.loads(raw)).items()
+        return {
+            name: (entry["dtype"], tuple(entry["shape"])) for name, entry in entries if name != "__metadata__"
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise OSError(errno.EINVAL, "it is no safetensors file: its header is damaged", str(path)) from None

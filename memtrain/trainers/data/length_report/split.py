@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from memtrain.recipes.formats.fields import BadRow
 from memtrain.trainers.data.sources.readers import Line
+from memtrain.trainers.data.tokenize.encode import few_at_once
+from memtrain.trainers.data.tokenize.plain_rows import MOST_ROW_CHARS
 from memtrain.trainers.data.tokenize.workers import Job
 
 Ints = NDArray[np.int64]
@@ -52,12 +54,14 @@ class Side:
         texts: dict[str, list[str]] = {}
         for line in lines:
             for name, value in json.loads(line).items():
-                if isinstance(value, str):
+                # No answer is longer than a row may be: such a column is something else.
+                if isinstance(value, str) and len(value) <= MOST_ROW_CHARS:
                     texts.setdefault(name, []).append(value)
         for name, values in texts.items():
-            found = self.tokenizer.encode_batch_fast(values, add_special_tokens=False)
-            tokens = np.array([len(one) for one in found], np.int64)
-            self.answers[name] = counted(self.answers.get(name, np.zeros(1, np.int64)), tokens)
+            for some in few_at_once(values):
+                found = self.tokenizer.encode_batch_fast(values[some], add_special_tokens=False)
+                tokens = np.array([len(one) for one in found], np.int64)
+                self.answers[name] = counted(self.answers.get(name, np.zeros(1, np.int64)), tokens)
 
     @property
     def tokenizer(self):

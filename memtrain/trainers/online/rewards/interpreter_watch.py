@@ -139,8 +139,8 @@ def _end(pid: int, limit_s: float, places: str, run_dir: Path, rank: str) -> Non
         time.sleep(LOOK_S)
     place = place_of(Path(places).read_text(errors="replace"))
     error = LaunchError(
-        f"a reward, environment or metric has kept Python's interpreter for more than rewards.timeout_s "
-        f"({limit_s:g} s) and could not be ended: the run was",
+        f"a reward, environment or metric has kept Python's interpreter for more than its timeout_s "
+        f"({limit_s:g} s) and could not be ended, so the run was ended",
         place or str(run_dir),
         "bound the work there (a regular expression with nested repeats tries for ever); the same command "
         "resumes from the last checkpoint",
