@@ -130,14 +130,20 @@ _PAIRS: Mapping[str, Mapping[str, str]] = {
 
 TEMPLATES: Mapping[str, str] = {
     "chatml": "chatml",
+    "falcon_h1": "falcon-h1",
     "gemma": "gemma",
     "gemma3": "gemma3",
     "gemma3n": "gemma3",
+    "gemma4": "gemma4",
+    "gemma4_unified": "gemma4",
     "llama3": "llama3",
+    "llama4": "llama4",
     "mistral_v2v3": "mistral",
+    "qwen3": "qwen3",
+    "qwen3_5": "qwen3",
     "qwen_25": "qwen2.5",
 }
-"""Chat templates of Axolotl's and the shipped ones that write the same text."""
+"""Chat templates of Axolotl's and the shipped ones that write the same text of a whole conversation."""
 
 _LOADERS = ("json", "csv", "parquet", "arrow", "text")
 _EARLIER = "a key of earlier versions of Axolotl's: name the columns in `data.columns`"

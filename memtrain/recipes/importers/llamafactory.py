@@ -20,10 +20,13 @@ METHODS = {"pt": "sft", "sft": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"
 
 TEMPLATES = {
     "chatml": "chatml",
+    "deepseek3": "deepseek3",
+    "falcon_h1": "falcon-h1",
     "gemma": "gemma",
     "gemma2": "gemma",
     "gemma3": "gemma3",
     "llama3": "llama3",
+    "llama4": "llama4",
     "mistral": "mistral",
     "phi": "phi3",
     "phi4": "phi4",

@@ -135,7 +135,9 @@ class Model(Section):
     """Hub id or folder of the tokenizer; by default the model's own. `builtin:tiny` is always available."""
 
     chat_template: str | None = None
-    """A Jinja file, or the name of a shipped training template, instead of the tokenizer's own."""
+    """A Jinja file, or the name of a template that comes with memtrain, instead of the tokenizer's own:
+    qwen3, qwen3-instruct, qwen2.5, llama3.2, llama3.1, llama3, llama4, llama2, gemma4, gemma3, gemma,
+    mistral, phi4, phi3, deepseek3, falcon-h1, zephyr, chatml. Each marks the assistant's words."""
 
     add_tokens: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ()
     """Tokens that the tokenizer does not have yet: their texts, or text files (`./tokens.txt`) with one a

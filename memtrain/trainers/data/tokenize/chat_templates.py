@@ -23,11 +23,17 @@ NAMES = (
     "llama3.2",
     "llama3.1",
     "llama3",
+    "llama4",
+    "llama2",
+    "gemma4",
     "gemma3",
     "gemma",
     "mistral",
     "phi4",
     "phi3",
+    "deepseek3",
+    "falcon-h1",
+    "zephyr",
     "chatml",
 )
 """The shipped training templates, the more particular first."""

@@ -7,6 +7,8 @@ import pytest
 from memtrain.errors import DataError
 from memtrain.recipes.formats import messages, preference, prompt, prompt_completion, text
 from memtrain.recipes.formats.fields import BadRow, Names
+from memtrain.recipes.reading.field_docs import sentences_of
+from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.tokenize.chat_templates import MARKS, NAMES, shipped_text, training_template
 from memtrain.trainers.data.tokenize.render import Rendering, conversation, render
 
@@ -35,6 +37,19 @@ WRITTEN = {
     "<|start_header_id|>assistant<|end_header_id|>\n\n[yo<|eot_id|>]"
     "<|start_header_id|>user<|end_header_id|>\n\nbye<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n[ciao<|eot_id|>]",
+    "llama4": "<s><|header_start|>system<|header_end|>\n\nBe brief.<|eot|>"
+    "<|header_start|>user<|header_end|>\n\nhi<|eot|><|header_start|>assistant<|header_end|>\n\n[yo<|eot|>]"
+    "<|header_start|>user<|header_end|>\n\nbye<|eot|><|header_start|>assistant<|header_end|>\n\n[ciao<|eot|>]",
+    "llama2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nhi [/INST][ yo </s>]"
+    "<s>[INST] bye [/INST][ ciao </s>]",
+    "deepseek3": "<s>Be brief.<｜User｜>hi<｜Assistant｜>[yo</s>]<｜User｜>bye<｜Assistant｜>[ciao</s>]",
+    "falcon-h1": "<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+    "<|im_start|>assistant\n[yo<|im_end|>]\n"
+    "<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n[ciao<|im_end|>]\n",
+    "zephyr": "<|system|>\nBe brief.</s>\n<|user|>\nhi</s>\n<|assistant|>\n[yo</s>]\n"
+    "<|user|>\nbye</s>\n<|assistant|>\n[ciao</s>]\n",
+    "gemma4": "<s><|turn>system\nBe brief.<turn|>\n<|turn>user\nhi<turn|>\n<|turn>model\n[yo<turn|>]\n"
+    "<|turn>user\nbye<turn|>\n<|turn>model\n[ciao<turn|>]\n",
     "gemma3": "<s><start_of_turn>user\nBe brief.\n\nhi<end_of_turn>\n"
     "<start_of_turn>model\n[yo<end_of_turn>]\n"
     "<start_of_turn>user\nbye<end_of_turn>\n<start_of_turn>model\n[ciao<end_of_turn>]\n",
@@ -115,6 +130,19 @@ def test_a_template_with_marks_is_kept():
     own = shipped_text("phi4") + " "
     assert MARKS.search(own)
     assert training_template(own, SPECIALS) == own
+
+
+def test_the_reference_lists_every_shipped_template():
+    listed = sentences_of(Model, "chat_template").partition("own: ")[2].partition(". Each")[0]
+    assert listed.split(", ") == list(NAMES)
+
+
+@pytest.mark.parametrize("name", ["deepseek3", "llama2"])
+def test_a_role_that_a_template_does_not_write_is_refused_and_no_answer(name):
+    """Its text would be trained on as the assistant's."""
+    tool = {"role": "tool", "content": "2"}
+    with pytest.raises(BadRow):
+        conversation((HI, tool, BYE, CIAO), (), rendering(shipped_text(name)))
 
 
 def test_an_unknown_template_is_refused_with_the_way_out():
