@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from memtrain.errors import RecipeError
@@ -13,7 +12,6 @@ from memtrain.recipes.importers.engines import deepspeed, fsdp
 from memtrain.recipes.importers.positions import scale_positions
 from memtrain.recipes.importers.tool import Tool, ToolReading
 from memtrain.recipes.peers.table import table
-from memtrain.recipes.reading.continued_adapter import FILE as ADAPTER_FILE
 from memtrain.recipes.trl.translation import Lost
 
 METHODS = {
@@ -303,11 +301,8 @@ def _adapter(reading: ToolReading) -> None:
         reading.lose("adapter", "the adapters are LoRA and DoRA")
         return
     reading.set_trl("use_peft", True, "adapter")
-    trained = reading.get("lora_model_dir")
-    if trained and any((Path(trained) / one / ADAPTER_FILE).is_file() for one in (".", "final")):
-        reading.set_recipe("model.adapter.path", trained)
-    elif trained:
-        reading.lose("lora_model_dir", "the adapter is not here: where it is, set `model.adapter.path` to it")
+    if trained := reading.get("lora_model_dir"):
+        reading.go_on_from("lora_model_dir", str(trained))
     if kind == "qlora" and "load_in_4bit" not in reading.config and not reading.on("load_in_8bit"):
         reading.set_trl("load_in_4bit", True, "adapter")
     for name in ("lora_r", "lora_alpha"):

@@ -111,6 +111,7 @@ def _adapter(reading: ToolReading) -> None:
         )
         reading.trl.setdefault("lora_r", 8)
         reading.trl.setdefault("lora_alpha", 2 * int(reading.trl["lora_r"]))
+        _trained_adapter(reading)
         if kind == "oft":
             reading.lose(
                 "finetuning_type", "adapters are lora and dora: LoRA of rank 8 is trained in its place"
@@ -127,6 +128,24 @@ def _adapter(reading: ToolReading) -> None:
             "finetuning_type",
             "give lora, full, freeze or oft",
         )
+
+
+def _trained_adapter(reading: ToolReading) -> None:
+    """The last of the named adapters is trained on, those before it are merged; all where a new one is begun.
+
+    Source: LLaMA-Factory 0.9.5, model/adapter.py (_setup_lora_tuning), train/trainer_utils.py
+    (create_ref_model: the reference is the model without an adapter).
+    """
+    key = "adapter_name_or_path"
+    named = _listed(reading, key)
+    if len(named) > 1 or (named and reading.on("create_new_adapter")):
+        reading.lose(
+            key, "merge adapters that are not trained on first (memtrain merge), and name the result"
+        )
+    elif named and reading.go_on_from(key, named[0]):
+        compares = reading.get("pref_loss") not in ("orpo", "simpo")
+        if reading.method in ("dpo", "kto") and compares:
+            reading.set_recipe(f"{reading.method}.reference", "adapter_off", "the model without the adapter")
 
 
 def _tokens(reading: ToolReading) -> None:

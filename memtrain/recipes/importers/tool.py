@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.recipes.peers.table import Row, Same, Table, table
+from memtrain.recipes.reading.continued_adapter import FILE as ADAPTER_FILE
 from memtrain.recipes.trl.translation import Lost
 
 
@@ -64,6 +65,15 @@ class ToolReading:
         """Note that a key which is written has no counterpart."""
         value = self.config.get(key)
         self.lost.append(Lost(key, str(value) if isinstance(value, str) else value, why))
+
+    def go_on_from(self, key: str, folder: str) -> bool:
+        """Set the trained adapter that the run goes on from, where it is here; whether it is."""
+        is_here = any((Path(folder) / one / ADAPTER_FILE).is_file() for one in (".", "final"))
+        if is_here:
+            self.set_recipe("model.adapter.path", folder)
+        else:
+            self.lose(key, "the adapter is not here: where it is, set `model.adapter.path` to it")
+        return is_here
 
     def add_tokens(self, tokens: list[str]) -> None:
         """Set the tokens that the tokenizer lacks; beside an adapter the embeddings are trained."""

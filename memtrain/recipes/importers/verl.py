@@ -395,6 +395,9 @@ def _model(reading: ToolReading, *, is_online: bool) -> None:
     else:
         for key in ("lora_alpha", "lora_r"):
             reading.trl.pop(key, None)
+    if trained := reading.get(f"{above}.lora_adapter_path"):
+        reading.set_trl("use_peft", True, f"{above}.lora_adapter_path")
+        reading.go_on_from(f"{above}.lora_adapter_path", str(trained))
     dtype = str(
         reading.get(
             f"{_AR}.actor.fsdp_config.model_dtype" if is_online else "model.fsdp_config.model_dtype", "fp32"

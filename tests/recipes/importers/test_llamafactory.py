@@ -237,6 +237,25 @@ def test_the_precision_is_the_tools(keys: str, dtype: str, tmp_path: Path):
     assert recipe.model.dtype == dtype
 
 
+@pytest.mark.parametrize(
+    ("keys", "goes_on", "reference"),
+    [
+        ("stage: sft\n", True, None),
+        ("stage: dpo\n", True, "adapter_off"),
+        ("stage: dpo\npref_loss: simpo\n", True, "auto"),
+        ("stage: sft\ncreate_new_adapter: true\n", False, None),
+    ],
+)
+def test_an_adapter_is_trained_on_where_it_is_here(keys: str, goes_on: bool, reference, tmp_path: Path):
+    own = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(own))
+    recipe, made = of_keys(tmp_path, f"{keys}adapter_name_or_path: {tmp_path}\n")
+    assert recipe.model.adapter is not None
+    assert recipe.model.adapter.path == (str(tmp_path) if goes_on else None)
+    assert any("adapter_name_or_path" in line for line in made.notes) is not goes_on
+    assert (recipe.dpo.reference if recipe.dpo else None) == reference
+
+
 @pytest.mark.parametrize("patience", [2, 3])
 def test_a_section_of_nothing_but_defaults_is_written(patience: int, tmp_path: Path):
     recipe, _ = of_keys(tmp_path, f"stage: sft\nearly_stopping_steps: {patience}\nval_size: 0.1\n")
