@@ -182,13 +182,28 @@ def _script(text: str, path: Path, asked: _Asked, given: Mapping[str, Any] = Map
         code, lost = functions_text(read.script, read.rewards, path.name, read.line)
         without = [one for several in lost.values() for one in several]
         names = [one for one in read.rewards if one not in without]
+        weights = dict(
+            zip(read.rewards, cast(list[Any], read.keys.get("reward_weights") or []), strict=False)
+        )
+        ready = [one for one in without if one in _OF_TRL]
+        if ready:
+            read.keys["reward_funcs"] = ready
+            lost = {why: [one for one in several if one not in ready] for why, several in lost.items()}
+            lost = {why: several for why, several in lost.items() if several}
+        if weights:
+            read.keys["reward_weights"] = [weights[one] for one in (*ready, *names) if one in weights]
         notes += tuple(
             f"rewards: not written into a file, {why}: {', '.join(several)}" for why, several in lost.items()
         )
         if code:
             read.keys[CODE] = names
+        if not lost:
             del read.keys["trainer.reward_funcs"]
     return Foreign(used, read.keys, read.method, asked.processes or 1, path.name, notes=notes, code=code)
+
+
+_OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+"""Reward functions that come with TRL."""
 
 
 def _mapping(path: Path, tool: str | None, method: str | None, processes: int | None) -> Foreign:
@@ -390,12 +405,12 @@ def _with_code(foreign: Foreign, made: Translation, output: str) -> dict[str, st
     if not names or made.method not in ONLINE:
         return {}
     file = f"{Path(output).stem}_rewards.py"
-    weights = cast(list[object], made.config.get("reward_weights") or [])
-    asked = [{"function": f"./{file}:{name}"} for name in names]
-    for one, weight in zip(asked, weights, strict=False):
-        one |= {"weight": weight}
     there = cast(list[object], made.recipe_keys.get("rewards.functions", ([], ""))[0])
-    made.set("rewards.functions", [*asked, *there])
+    weights = cast(list[object], made.config.get("reward_weights") or [])
+    asked: list[dict[str, object]] = [{"function": f"./{file}:{name}"} for name in names]
+    for one, weight in zip(asked, weights[len(there) :], strict=False):
+        one["weight"] = weight
+    made.set("rewards.functions", [*there, *asked])
     made.notes.append(f"rewards: functions of the script are in {file}, beside the recipe")
     return {file: foreign.code}
 

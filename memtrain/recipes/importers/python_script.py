@@ -8,7 +8,7 @@ import posixpath
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from memtrain.errors import RecipeError
@@ -287,7 +287,8 @@ class _Reader:
     def bind(self, target: ast.expr, value: Any, of: ast.expr) -> None:
         """Give a name, or several, or an attribute its value."""
         if isinstance(target, ast.Tuple | ast.List):
-            several = value.items if isinstance(value, Several) else value
+            several = self.splits(value) if isinstance(value, Made) else value
+            several = several.items if isinstance(several, Several) else several
             is_list = isinstance(several, list) and len(cast(list[Any], several)) == len(target.elts)
             for place, one in enumerate(target.elts):
                 self.bind(one, cast(list[Any], several)[place] if is_list else value, of)
@@ -313,6 +314,21 @@ class _Reader:
             holder, key = self.value(target.value), self.value(target.slice)
             if isinstance(holder, dict) and not is_computed(key):
                 holder[key] = value
+
+    def splits(self, value: Made) -> Any:
+        """The results of a call that loads several splits, one for each; else the call's one result."""
+        call = value.call
+        asked = call.arguments.get("split")
+        if not isinstance(asked, list):
+            return value
+        several: list[Made] = []
+        for split in cast(list[Any], asked):
+            one = Made(value)
+            one.call = replace(call, arguments={**call.arguments, "split": split})
+            self.script.calls.append(one.call)
+            several.append(one)
+        self.script.calls.remove(call)
+        return several
 
     def value(self, node: ast.expr) -> Any:
         """Value of an expression, where it is known; else what it is made by, or its text as `Computed`."""

@@ -56,7 +56,7 @@ OWN_CODE = (
 )
 """Arguments of a trainer that are code of the script."""
 
-_OF_TRAINERS = {*table("trl").rows, "max_seq_length"} - {"reward_funcs"}
+_OF_TRAINERS = {*table("trl").rows, "max_seq_length"} - {*OWN_CODE}
 """Arguments of a trainer that are keys of its configuration; earlier trainers had many."""
 
 _GIVEN = {
@@ -65,6 +65,7 @@ _GIVEN = {
     "model",
     "peft_config",
     "processing_class",
+    "quantization_config",
     "ref_model",
     "reward_funcs",
     "reward_model",
@@ -200,7 +201,8 @@ def _trainer(script: Script, name: str, method: str | None, place: int | None) -
 
     Raises: RecipeError.
     """
-    calls = [*{(call.line, call.name): call for call in reversed(script.calls)}.values()][::-1]
+    once = {(call.line, call.name): call for call in reversed(script.calls)}
+    calls = sorted(once.values(), key=lambda call: call.line)
     found = [(call, _method(call.name, script)) for call in calls]
     known = [(call, one) for call, one in found if one is not None]
     unknown = [call for call in calls if call.name.endswith("Trainer")]
@@ -306,6 +308,7 @@ class _Reading:
             if key not in _OF_TRAINERS and key not in _GIVEN
         }
         self.model(call.given("model", 0))
+        self.rounding(given.get("quantization_config"))
         self.adapter(given.get("peft_config"))
         self.reference(call)
         self.teacher(given.get("teacher_model"))
@@ -394,17 +397,27 @@ class _Reading:
             given["dtype"] = given.pop("torch_dtype")
         rounding = given.pop("quantization_config", None)
         self.keys |= {f"{LOAD}.{key}": value for key, value in given.items()}
+        self.rounding(rounding)
+        if "FastVision" in call.owner:
+            self.notes.append("FastVisionModel reads pictures too; here its text part is trained, on text")
+
+    def rounding(self, rounding: Any) -> None:
+        """The quantization that a model is loaded with."""
         made = made_by(rounding)
+        if made is not None and made.name not in _ROUNDINGS:
+            made = None
         if made is None and isinstance(rounding, Computed):
             made = next(iter(self.named(*_ROUNDINGS)), None)
         if isinstance(rounding, Mapping):
             made = Call("BitsAndBytesConfig", "", {str(key): one for key, one in cast(Any, rounding).items()})
         if made is not None:
             self.rounded(made)
+        elif isinstance(rounding, Computed):
+            self.notes.append(
+                f"the quantization ({rounding}) is made when the script runs: write model.quantize"
+            )
         elif rounding is not None:
             self.keys[f"{LOAD}.quantization_config"] = rounding
-        if "FastVision" in call.owner:
-            self.notes.append("FastVisionModel reads pictures too; here its text part is trained, on text")
 
     def rounded(self, call: Call) -> None:
         if call.name in OTHER_BITS:

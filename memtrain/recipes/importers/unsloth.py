@@ -206,7 +206,7 @@ def _source(given: Mapping[str, Any]) -> dict[str, Any] | None:
         given = {}
     if isinstance(path, list) and len(cast(list[Any], path)) == 1:
         path = cast(list[Any], path)[0]
-    if not isinstance(path, str) or isinstance(path, Computed) or "://" in path:
+    if not isinstance(path, str) or isinstance(path, Computed) or "://" in path or not isinstance(split, str):
         return None
     source: dict[str, Any] = {"source": path}
     source |= {key: given[key] for key in ("name", "revision") if isinstance(given.get(key), str)}

@@ -197,6 +197,25 @@ def test_functions_that_judge_go_into_a_file_beside_the_recipe(tmp_path: Path):
     )
 
 
+def test_functions_of_trl_splits_and_the_trainers_own_rounding_are_read(tmp_path: Path):
+    """TRL 1.16's trainers take a quantization; two splits are two results of one call."""
+    text = (
+        "rows, held = load_dataset('a/rows', split=['train[:10]', 'test'])\n"
+        "bits = BitsAndBytesConfig(load_in_4bit=True)\n"
+        "def own(completions):\n    return [0.0]\n"
+        "args = GRPOConfig(reward_weights=[1.0, 2.0], eval_strategy='epoch')\n"
+        "GRPOTrainer('a/b', reward_funcs=[own, accuracy_reward], args=args,\n"
+        "    train_dataset=rows, eval_dataset=held, quantization_config=bits, peft_config=LoraConfig(r=4))\n"
+    )
+    recipe = imported(tmp_path, text).whole()
+    assert recipe.model.quantize == "4bit"
+    assert [(one.split, one.limit) for one in recipe.data.train] == [("train", 10)]  # pyright: ignore[reportOptionalIterable]
+    assert [one.split for one in recipe.data.eval] == ["test"]  # pyright: ignore[reportOptionalIterable]
+    assert recipe.rewards is not None
+    weights = [(one.function, one.weight) for one in recipe.rewards.functions]
+    assert weights == [("exact_answer", 2.0), ("./recipe_rewards.py:own", 1.0)]
+
+
 def test_a_large_notebook_is_read_without_its_pictures(tmp_path: Path):
     cell = {
         "cell_type": "code",
