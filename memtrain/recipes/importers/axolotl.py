@@ -316,9 +316,18 @@ def _adapter(reading: ToolReading) -> None:
         reading.set_trl("lora_target_modules", _names(reading, modules), "lora_target_modules")
     elif reading.get("lora_target_parameters"):
         reading.set_trl("lora_target_modules", [], "lora_target_modules")
+    packed = reading.get("bnb_config_kwargs")
+    if isinstance(packed, Mapping) and any(
+        one not in _PACKED for one in cast(Mapping[str, Any], packed).items()
+    ):
+        reading.lose("bnb_config_kwargs", "4-bit weights are NF4 with rounded scales (`model.quantize`)")
     quantizes = reading.trl.get("load_in_4bit") is True or reading.trl.get("load_in_8bit") is True
     if quantizes and reading.get("quantize_moe_experts") is False:
         reading.lose("quantize_moe_experts", "`model.quantize` packs stacked experts too")
+
+
+_PACKED = (("bnb_4bit_use_double_quant", True), ("bnb_4bit_quant_type", "nf4"))
+"""Arguments of bitsandbytes that say what is so anyway."""
 
 
 def _names(reading: ToolReading, modules: object) -> object:
@@ -421,6 +430,12 @@ def _template(reading: ToolReading) -> None:
 
 def _memory(reading: ToolReading) -> None:
     checkpoints, offloads = reading.get("gradient_checkpointing"), reading.get("activation_offloading")
+    shards = _plain(reading.get("fsdp_config"))
+    if (
+        isinstance(shards, Mapping)
+        and cast(Mapping[str, Any], shards).get("activation_checkpointing") is True
+    ):
+        checkpoints = checkpoints or True  # FSDP recomputes what the trainer does not.
     reading.set_trl("gradient_checkpointing", checkpoints not in (None, False), "gradient_checkpointing")
     if checkpoints in ("offload", "offload_disk", "unsloth") or offloads not in (None, False):
         reading.set_trl(
@@ -537,6 +552,8 @@ def _devices(reading: ToolReading) -> None:
 
     reading.sharing = number("context_parallel_size", "sequence_parallel_degree")
     copies = number("dp_shard_size") * number("dp_replicate_size")
+    if reading.on("use_ray"):
+        copies = max(copies, number("ray_num_workers") // reading.sharing)
     if reading.sharing * copies > reading.processes:
         reading.processes = reading.sharing * copies
         reading.set_recipe("cluster.processes", reading.processes)
