@@ -13,6 +13,7 @@ from memtrain.recipes.importers.positions import scale_positions
 from memtrain.recipes.importers.tool import Tool, ToolReading
 from memtrain.recipes.peers.table import table
 from memtrain.recipes.trl.translation import Lost
+from memtrain.recipes.trl.writing import inline
 
 METHODS = {
     "dpo": "dpo",
@@ -50,6 +51,7 @@ def read(reading: ToolReading) -> None:
 
     Raises: RecipeError for a method that has no counterpart.
     """
+    _check(reading)
     _method(reading)
     _precision(reading)
     _attention(reading)
@@ -68,6 +70,32 @@ def read(reading: ToolReading) -> None:
     _trackers(reading)
     _positions(reading)
     _devices(reading)
+
+
+_NUMBERS = ("learning_rate", "rl_beta", "dpo_beta", "trl.beta", "orpo_alpha", "cpo_alpha", "num_epochs")
+_TEXTS = ("rl", "adapter", "chat_template", "attn_implementation", "optimizer", "lora_model_dir")
+_MAPPINGS = ("lr_scheduler_kwargs",)
+
+
+def _check(reading: ToolReading) -> None:
+    """Raise RecipeError for a value of another kind than its key's."""
+    for keys, kind in ((_NUMBERS, "a number"), (_TEXTS, "a name"), (_MAPPINGS, "a mapping")):
+        for key in keys:
+            value = reading.get(key)
+            if value is not None and not _is(kind, value):
+                raise RecipeError(f"{key}: {inline(value)} is not {kind}", where=key, fix=f"give {kind}")
+
+
+def _is(kind: str, value: object) -> bool:
+    if kind == "a name":
+        return isinstance(value, str | bool)
+    if kind == "a mapping":
+        return isinstance(value, Mapping)
+    try:
+        float(cast(str, value))
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _method(reading: ToolReading) -> None:
@@ -548,7 +576,7 @@ def _devices(reading: ToolReading) -> None:
     """Engine, and devices that share a row or its weights."""
 
     def number(*keys: str) -> int:
-        return max([one for key in keys if isinstance(one := reading.get(key), int)], default=1)
+        return max([1, *(one for key in keys if isinstance(one := reading.get(key), int))])
 
     reading.sharing = number("context_parallel_size", "sequence_parallel_degree")
     copies = number("dp_shard_size") * number("dp_replicate_size")

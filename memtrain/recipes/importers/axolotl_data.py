@@ -427,7 +427,7 @@ class _Dataset:
 
     def _turns(self) -> None:
         """Fields of messages, and the words of their roles."""
-        fields = dict(cast(Mapping[str, Any], self.get("message_property_mappings") or {}))
+        fields = self._mapping("message_property_mappings")
         legacy = {"role": self.get("message_field_role"), "content": self.get("message_field_content")}
         fields |= {name: value for name, value in legacy.items() if value}
         pair = (fields.pop("role", "role"), fields.pop("content", "content"))
@@ -439,7 +439,7 @@ class _Dataset:
         read = str(self.get("template_thinking_key") or "reasoning_content")
         if str(self.get("field_thinking") or "reasoning_content") != read:
             self.lose("field_thinking", f"the template reads it as {read}: rename the field of the messages")
-        roles = cast(Mapping[str, Any], self.get("roles") or {})
+        roles = self._mapping("roles")
         odd = [
             str(word)
             for role, words in roles.items()
@@ -448,6 +448,13 @@ class _Dataset:
         ]
         if odd:
             self.lose("roles", f"the roles {', '.join(odd)} are not known here: rename them in the rows")
+
+    def _mapping(self, key: str) -> dict[str, Any]:
+        """A mapping of the entry; an empty one, and named, where it is none."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            self.lose(key, "it is no mapping")
+        return dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else {}
 
     def _template(self) -> None:
         """A chat template of one dataset."""

@@ -1,6 +1,7 @@
 """Axolotl's configurations become recipes that train what Axolotl 0.19.0 trains, or say what they do not."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from memtrain.errors import RecipeError
-from memtrain.recipes.importers.importing import Imported, import_config, read_foreign
+from memtrain.recipes.importers.importing import TOOLS, Foreign, Imported, import_config, read_foreign
 from memtrain.recipes.recipe import Recipe
 
 ROWS = "datasets: [{path: org/rows, type: chat_template}]\n"
@@ -293,3 +294,39 @@ def test_a_fused_loss_is_its_plugins_and_of_sft(tmp_path: Path, plugins: str, te
 def test_what_trains_something_else_is_refused(tmp_path: Path, text: str):
     with pytest.raises(RecipeError):
         made(tmp_path, text)
+
+
+ODD: tuple[Any, ...] = (False, -1, "x", [], [[1]], {"a": [1]}, ["a", {"b": 1}])
+
+
+OF_ANY_KIND = (
+    *(
+        "learning_rate",
+        "rl_beta",
+        "chat_template",
+        "lr_scheduler_kwargs",
+        "bnb_config_kwargs",
+        "datasets",
+        "rl",
+    ),
+    *("context_parallel_size", "special_tokens", "tokens", "fsdp_config", "plugins", "eval_steps"),
+)
+
+
+@pytest.mark.parametrize("key", OF_ANY_KIND)
+def test_a_value_of_another_kind_is_refused_or_read(key: str):
+    tool, base = TOOLS["axolotl"], {"base_model": "a/b", "adapter": "qlora", "val_set_size": 0.1}
+    for value in ODD:
+        with suppress(RecipeError):
+            import_config(Foreign(tool, {**base, key: value}, None, 1, "run.yml"))
+
+
+@pytest.mark.parametrize(
+    "key", ["roles", "roles_to_train", "message_property_mappings", "split", "data_files", "type", "name"]
+)
+def test_a_dataset_of_another_kind_is_refused_or_read(key: str):
+    for value in ODD:
+        entry = {"path": "o/r", "type": "chat_template", key: value}
+        import_config(
+            Foreign(TOOLS["axolotl"], {"base_model": "a/b", "datasets": [entry]}, None, 1, "run.yml")
+        )
