@@ -93,7 +93,8 @@ def _devices(reading: ToolReading, *, is_online: bool) -> None:
         written = "trainer.n_gpus_per_node" in reading.config or "trainer.nnodes" in reading.config
         comment = "n_gpus_per_node x nnodes" if written or not is_online else "verl's default"
         reading.set_recipe("cluster.processes", reading.processes, comment)
-    actor = f"{_AR}.actor.fsdp_config" if is_online else "model.fsdp_config"
+    trained = "engine" if any(map(_of_engine, reading.config)) else "model.fsdp_config"
+    actor = f"{_AR}.actor.fsdp_config" if is_online else trained
     if reading.processes > 1:
         reading.set_recipe("cluster.engine", "fsdp2", "verl's FSDP")
     away = any(
@@ -115,6 +116,11 @@ def _devices(reading: ToolReading, *, is_online: bool) -> None:
     elif width > 1:
         reading.set_recipe("cluster.context_parallel", width)
         reading.set_recipe("cluster.context_parallel_mode", "ulysses")
+
+
+def _of_engine(key: str) -> bool:
+    """Whether a key is of the engine of the newer trainer of fine-tuning."""
+    return key == "engine" or key.startswith("engine.")
 
 
 def _online(reading: ToolReading) -> None:
@@ -331,7 +337,7 @@ def _rewards(reading: ToolReading) -> None:
 
 def _sft(reading: ToolReading) -> None:
     """Fine-tuning by either of its trainers: the newer one has its model in `model.path`."""
-    is_newer = "model.path" in reading.config or any(key.startswith("engine") for key in reading.config)
+    is_newer = "model.path" in reading.config or any(map(_of_engine, reading.config))
     for key, value in NEWER_DEFAULTS.items() if is_newer else ():
         _default(reading, key, value)
     if is_newer and reading.get("model.path"):
@@ -400,7 +406,8 @@ def _model(reading: ToolReading, *, is_online: bool) -> None:
         reading.go_on_from(f"{above}.lora_adapter_path", str(trained))
     dtype = str(
         reading.get(
-            f"{_AR}.actor.fsdp_config.model_dtype" if is_online else "model.fsdp_config.model_dtype", "fp32"
+            f"{_AR}.actor.fsdp_config.model_dtype" if is_online else "model.fsdp_config.model_dtype",
+            reading.get("engine.model_dtype", "fp32"),
         )
     )
     if dtype.startswith("bf"):

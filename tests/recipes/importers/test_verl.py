@@ -195,6 +195,13 @@ def test_its_fine_tuning_has_the_defaults_of_its_trainer():
     )
 
 
+def test_the_engine_of_its_newer_fine_tuning_is_read():
+    words = "model.path=a/b engine=fsdp optim=fsdp engine.strategy=fsdp2 engine.fsdp_size=-1"
+    words += " engine.param_offload=True trainer.n_gpus_per_node=4 engine.ulysses_sequence_parallel_size=2"
+    cluster = of_words("sft_trainer", words).cluster
+    assert (cluster.processes, cluster.context_parallel, cluster.cpu_offload) == (4, 2, "parameters")
+
+
 def test_columns_inside_of_columns_are_named():
     words = (
         "model.partial_pretrain=a/b data.prompt_key=extra_info data.response_key=extra_info "
