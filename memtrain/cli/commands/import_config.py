@@ -97,10 +97,13 @@ def _import(
         )
     foreign = read_foreign(config, tool, method, processes, trainer)
     made = imported(foreign, "recipe.yaml" if output is None else str(output))
-    if output is not None:
-        for name, text in made.code.items():
-            write_text(text, output.parent / name, replace=force, confirm_on_stderr=True)
-    write_text(made.text, output, replace=force, confirm_on_stderr=True)
+    if output is None:
+        write_text(made.text, None)
+    else:
+        files = {output: made.text, **{output.parent / name: text for name, text in made.code.items()}}
+        # A file that is there is refused before another is written.
+        for path in sorted(files, key=lambda path: not path.exists()):
+            write_text(files[path], path, replace=force, confirm_on_stderr=True)
     summary = f"Read as a configuration of {made.tool.title}, method {made.method}."
     for line in [summary, *made.notes] if tool is None else made.notes:
         wrapped = textwrap.wrap(line, columns(), subsequent_indent="  ", break_long_words=False)
