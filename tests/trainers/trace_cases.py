@@ -15,7 +15,7 @@ from memtrain.memory.estimate.pricing import head_output_of
 from memtrain.memory.estimate.sharded.zero_buckets import bucket_of
 from memtrain.memory.estimate.teachers import TeacherShape, teacher_load
 from memtrain.memory.estimate.workload import Workload
-from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.model_shape.shape import is_measured, shape_of
 from memtrain.memory.plan.engine_kinds import is_sharded, uses_zero
 from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.memory.plan.settings import Settings
@@ -30,6 +30,7 @@ from memtrain.trainers.tools.trace import trace as run
 from memtrain.trainers.tools.trace.client import reward_model_jobs, uses_liger
 from memtrain.trainers.tools.trace.fake_ranks import as_fake_ranks
 from memtrain.trainers.tools.trace.fake_zero import as_fake_zero
+from memtrain.trainers.tools.trace.layer_record import measure_layers
 from memtrain.trainers.tools.trace.trace import Job, bare_models, run_steps
 
 LLAMA = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 352}
@@ -134,7 +135,7 @@ class Case:
     def estimated(self):
         """What the arithmetic says."""
         head = METHOD_NAMES[self.method].head
-        shape = shape_of(self.config, head=head)
+        shape = measured(shape_of(self.config, head=head), self.config, self.settings)
         scored = 0 if head == "score" else self.batch.scored_tokens
         batch = self.batch._replace(asks=head_output_of(self.method, self.settings), scored_tokens=scored)
         teacher = TeacherShape(shape_of(TEACHER), "auto", "teacher", TEACHER)
@@ -176,6 +177,17 @@ class Case:
         for key, value in self.said.items():
             said[key] = said.get(key, {}) | value
         return Recipe.model_validate(said)
+
+
+def measured(shape, config, settings):
+    """The shape with the record of its layers, where a plan has one."""
+    if not is_measured(shape, settings.adapter):
+        return shape
+    treatments = [
+        *(["slices"] if settings.slice_tokens else []),
+        *(["travelling"] if settings.offload == "all" else []),
+    ]
+    return replace(shape, record=measure_layers(config, settings, treatments))
 
 
 ONLINE = ("grpo", "rloo", "online_dpo", "ppo")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from memtrain.errors import LaunchError
 from memtrain.memory.estimate.pricing import MeasureLayers
 from memtrain.memory.model_shape.layer_record import NOT_MEASURED, ModelRecord, Treatment
-from memtrain.memory.model_shape.shape import ModelShape, has_formula, shape_of
+from memtrain.memory.model_shape.shape import ModelShape, has_formula, is_measured, shape_of
 from memtrain.memory.plan.settings import Settings
 from memtrain.trainers.tools.trace.client import LayersJob, layer_record, layers_job
 
@@ -27,15 +27,16 @@ def shape_for(config: Mapping[str, Any], where: str = "", head: Literal["lm", "s
     return counted_shape(config, where, head)
 
 
-def layer_measurer(config: Mapping[str, Any], shape: ModelShape) -> MeasureLayers | None:
-    """Function that measures the layers of a model of which no formula is known; None where one is, or this
-    machine cannot build the model."""
-    return None if shape.counts is None else partial(_with_record, dict(config), shape)
+def layer_measurer(config: Mapping[str, Any], shape: ModelShape) -> MeasureLayers:
+    """Function that measures the layers of a model where no arithmetic is known of them."""
+    return partial(_with_record, dict(config), shape)
 
 
 def _with_record(
     config: dict[str, Any], shape: ModelShape, settings: Settings, treatments: frozenset[Treatment]
 ) -> ModelShape:
+    if not is_measured(shape, settings.adapter) or shape.starts_no_run:
+        return shape
     if shape.model_type in NOT_MEASURED:
         return replace(shape, unmeasured=NOT_MEASURED[shape.model_type])
     found = _measured(layers_job(config, settings, treatments).model_dump_json())

@@ -27,17 +27,6 @@ from memtrain.memory.estimate.context_parallel import (
     score_pairs,
     ulysses_kept,
 )
-from memtrain.memory.estimate.dora import (
-    FACTORS,
-    SECOND,
-    last_magnitudes_backward,
-    magnitudes_backward,
-    norms_forward,
-    norms_recomputed,
-    scaled_forward,
-    scales,
-    scales_in_float,
-)
 from memtrain.memory.estimate.experts import (
     at_packed_experts,
     clamped_forward,
@@ -199,8 +188,6 @@ def layer_backward(load: Workload) -> int:
         made = max(made, layer_kept(load) + _inner_norm_backward(load))
     return max(
         made,
-        last_magnitudes_backward(load, layer_kept(load)),
-        norms_recomputed(load, layer_kept(load), needs_product(load)),
         sums_recomputed(load, layer_parts(load)),
         product_from_host(load, layer_parts(load)),
         liger_recomputed(load, layer_parts(load)),
@@ -248,19 +235,15 @@ def mlp_backward(load: Workload) -> int:
         clamped = layer_kept(load) + a * N * shape.width + clamped_forward(load)
         of_experts = max(experts_backward(load, layer_kept(load)), clamped)
     if shape.num_expert_layers == shape.num_layers:
-        return of_experts + scales_in_float(load, *MLP_NAMES) * 16 * N * widest_mlp(load)
-    if scales(load, *FACTORS):
-        of_experts = max(magnitudes_backward(load, layer_kept(load), mlp_kept(load)), of_experts)
-        if scales(load, *SECOND):
-            return of_experts
+        return of_experts
     if load.settings.liger:
         # Where PEFT's layer adapts the last map, gradients of two products and their sum.
         adds = load.settings.adapter is not None and needs_product(load)
         factors = 1 + (adds and not sums_in_place(load))
     else:
         factors = 2 + (not needs_product(load) and (load.is_fused or not adapts(load, LAST)))
-    # Of a last map that DoRA scales both outputs are gone, and the mask of what was dropped before it.
-    made = a * N * (shape.width * (1 - 2 * scales(load, LAST)) + factors * shape.mlp_width)
+    # The mask of what was dropped before the last map is gone.
+    made = a * N * (shape.width + factors * shape.mlp_width)
     made -= 0 if load.settings.liger else masks_kept(load, LAST)
     left = layer_kept(load) - shape.family.norms_after * norm_kept(load, shape.width, num_scales=1)
     return max(left + made, of_experts)
@@ -334,8 +317,7 @@ def layer_forward(load: Workload) -> int:
     if load.record is not None:
         return recorded_forward(load)
     product = a * N * 3 * shape.mlp_width + adapted_forward(load)
-    product += scaled_forward(load, *FACTORS)
-    factor = 2 * a * N * shape.mlp_width + max(dequantized(load), norms_forward(load, *MLP_NAMES))
+    factor = 2 * a * N * shape.mlp_width + dequantized(load)
     if load.settings.quantize == "8bit" and not packs_itself(load.settings):
         factor = N * shape.width + N * shape.mlp_width * (a + 6 + a * (load.settings.dtype != "float16"))
     mlp = 4 * a * N * shape.width + max(product, factor)

@@ -75,7 +75,7 @@ def product_from_host(load: Workload, parts: LayerParts) -> int:
 def _adds_its_own_way(load: Workload) -> bool:
     """Whether PEFT's layers add products in the MLP; those under Liger are counted in liger_layers.py."""
     adapter, liger = load.settings.adapter, load.settings.liger
-    is_plain = adapter is not None and adapter.kind != "dora" and load.record is None and not liger
+    is_plain = adapter is not None and load.record is None and not liger
     return is_plain and adapts(load, *MLP_NAMES) and not adds_in_one_kernel(load) and not load.shape.experts
 
 

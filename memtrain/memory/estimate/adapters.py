@@ -30,15 +30,12 @@ def adapter_kept(load: Workload) -> int:
 
 
 def kept_by(load: Workload, parts: Sequence[Linear]) -> int:
-    """Kept by the adapters of some maps: a*N*r each, what dropout leaves of x with its mask, and of DoRA the
-    outputs of map and adapter, for the gradient of the magnitudes."""
+    """Kept by the adapters of some maps: a*N*r each, and what dropout leaves of x with its mask."""
     adapter = load.settings.adapter
     assert adapter is not None, "Maps are adapted."
     kept = load.a * load.N * adapter.r * len(parts)
     if adapter.dropout:
         kept += load.a * load.N * sum(part.num_inputs for part in parts) + _masks(load, parts)
-    if adapter.kind == "dora":
-        kept += 2 * load.a * load.N * sum(part.num_outputs for part in parts)
     return kept
 
 

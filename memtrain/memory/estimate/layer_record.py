@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from memtrain.memory.estimate.context_parallel import gathered_backward, gathered_forward, ulysses_kept
 from memtrain.memory.estimate.flash_scratch import flash_scratch
 from memtrain.memory.estimate.workload import Workload, once
 from memtrain.memory.model_shape.layer_record import ModelRecord, Moment, Peak
@@ -25,7 +26,7 @@ class Turn(NamedTuple):
 @once
 def recorded_kept(load: Workload) -> tuple[int, ...]:
     """Bytes that each layer keeps for its backward pass when it is not checkpointed, in order."""
-    of_kinds = [_bytes(load, kind.kept) for kind in _record(load).kinds]
+    of_kinds = [_bytes(load, kind.kept) + ulysses_kept(load) for kind in _record(load).kinds]
     return tuple(of_kinds[kind] for kind in _record(load).order)
 
 
@@ -129,7 +130,8 @@ def slice_of(load: Workload) -> Workload:
 @once
 def recorded_forward(load: Workload) -> int:
     """Most that a layer holds in a pass without gradients, with the embeddings and the residual stream."""
-    return max(_highest(load, kind.forward)[0] for kind in _record(load).kinds)
+    highest = max(_highest(load, kind.forward)[0] for kind in _record(load).kinds)
+    return highest + gathered_forward(load)
 
 
 @once
@@ -182,7 +184,19 @@ def _turn(load: Workload, peak: Peak) -> Turn:
     highest, gradients = _highest(load, peak)
     scratch = flash_scratch(load) if peak.in_kernel else 0
     in_kernel = peak.highest_in_kernel(*_rows(load)) + scratch if scratch else 0
+    # What the passes of one process have not: keys of other ranks, at attention.
+    of_ranks = ulysses_kept(load) + gathered_backward(load)
+    in_kernel, highest = (in_kernel + of_ranks, highest) if scratch else (0, highest + of_ranks)
+    highest += _identity(load)
     return Turn(in_kernel, gradients, scratch) if in_kernel > highest else Turn(highest, gradients, 0)
+
+
+def _identity(load: Workload) -> int:
+    """The identity by which PEFT's DoRA multiplies A and B under ZeRO-3, whose weights lie in parts."""
+    adapter = load.settings.adapter
+    if adapter is None or adapter.kind != "dora" or load.settings.engine != "zero3":
+        return 0
+    return 4 * max((part.num_inputs**2 for part in load.shape.adapted(adapter)), default=0)
 
 
 def _highest(load: Workload, peak: Peak) -> tuple[int, int]:

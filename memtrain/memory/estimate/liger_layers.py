@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from memtrain.memory.estimate.adapter_sums import LayerParts, last_product
 from memtrain.memory.estimate.adapters import adapts, adds_in_one_kernel
-from memtrain.memory.estimate.dora import scales
 from memtrain.memory.estimate.quantized import LAST
 from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.model_shape.shape import MLP_NAMES
@@ -62,4 +61,4 @@ def _at_factor(load: Workload, parts: LayerParts) -> int:
 
 def _is_pefts(load: Workload, *names: str) -> bool:
     """Whether PEFT's own layers scale products for any of the maps."""
-    return adapts(load, *names) and not adds_in_one_kernel(load) and not scales(load, *names)
+    return adapts(load, *names) and not adds_in_one_kernel(load)

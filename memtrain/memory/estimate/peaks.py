@@ -26,7 +26,6 @@ from memtrain.memory.estimate.adapters import rounded_adapters, without_adapters
 from memtrain.memory.estimate.auxiliary_models import OF_VALUE, value_load, value_model
 from memtrain.memory.estimate.backward_steps import head_step, layer_steps
 from memtrain.memory.estimate.checkpoint_copies import copied_here
-from memtrain.memory.estimate.dora import factor_scaled, norms_forward
 from memtrain.memory.estimate.experts import experts_forward, stacks_backward
 from memtrain.memory.estimate.flash_scratch import SCRATCH, flash_scratch
 from memtrain.memory.estimate.gradients import GradientBytes, buckets_of_ddp, gradients_in_order
@@ -69,7 +68,7 @@ from memtrain.memory.estimate.weights_offload import (
     trains_away,
 )
 from memtrain.memory.estimate.workload import Workload, once
-from memtrain.memory.model_shape.shape import ENTERING, MLP_NAMES, ModelShape
+from memtrain.memory.model_shape.shape import ENTERING, ModelShape
 from memtrain.memory.plan.engine_kinds import shards_weights, uses_zero, writes_shards
 from memtrain.memory.plan.heaviest_batch import HeadOutput, HeaviestBatch
 from memtrain.memory.plan.plan import Owned, PhasePeak, Prediction
@@ -283,7 +282,7 @@ def _steps_in_backward(load: Workload, made: GradientBytes, loss: Moment) -> lis
 
 def _in_forward(load: Workload) -> int:
     """Activations in a forward pass: several are on their way where they are offloaded. Where layers keep
-    theirs, experts, DoRA's norms and PEFT's sums hold more in the last one than is kept."""
+    theirs, experts and PEFT's sums hold more in the last one than is kept."""
     if load.settings.offload == "all":
         held = storages_amid(load)
         if not travels(load):
@@ -299,10 +298,9 @@ def _in_forward(load: Workload) -> int:
     parts = layer_parts(load)
     held = experts_forward(load, keeps_input=parts.keeps_input)
     held = max(held, liger_forward(load, parts), sums_forward(load, parts), last_drops_forward(load))
-    scaled = factor_scaled(load, parts.keeps_product) + 2 * layer_boundary(load)
     masks = own_masks(load)
     norm = final_norm_forward(load) if masks else 0
-    return kept(load).at_loss + masks + max(held, norms_forward(load, *MLP_NAMES), scaled, norm)
+    return kept(load).at_loss + masks + max(held, norm)
 
 
 def reference_pass(load: Workload, head: HeadBytes, gathered: ReferenceWeights = (0, 0)) -> int:

@@ -83,7 +83,7 @@ class PlannerInputs:
     foreign: ForeignStep | None = None
     """The step of another tool, whose run is planned as it was."""
     measure_layers: MeasureLayers | None = None
-    """The shape with the activations of its layers under some settings; None where formulas know them."""
+    """The shape with the record of its layers, where these are measured; None: they never are."""
 
     def with_prompts_apart(self) -> PlannerInputs:
         """The same inputs, with a prompt for each answer."""
@@ -92,8 +92,8 @@ class PlannerInputs:
         return replace(self, profile=profile, count_steps=count_steps)
 
     def with_measured_layers(self, choices: Iterable[Settings]) -> PlannerInputs:
-        """The same inputs, layers that no formula knows measured under settings that differ in treatments and
-        steps alone."""
+        """The same inputs, layers that no arithmetic is known of measured under settings that differ in
+        treatments and steps alone; of another tool's step, under its kernels and PEFT's own products."""
         if self.measure_layers is None:
             return self
         every = tuple(choices)
@@ -101,7 +101,14 @@ class PlannerInputs:
         away: frozenset[Treatment] = frozenset(
             {"travelling"} if any(one.offload == "all" for one in every) else ()
         )
-        return replace(self, shape=self.measure_layers(every[0], slices | away))
+        settings = every[0]
+        if self.foreign is not None:
+            adapter = settings.adapter
+            if adapter is not None:
+                # Memtrain's kernel takes no scale that is no power of two.
+                adapter = adapter.model_copy(update={"alpha": 3.0 * adapter.r, "rslora": False})
+            settings = settings.model_copy(update={"kernels": "transformers", "adapter": adapter})
+        return replace(self, shape=self.measure_layers(settings, slices | away))
 
     def has(self, package: str) -> bool:
         """Whether the run can import a package."""

@@ -316,6 +316,11 @@ ENTERING = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 """Maps before a layer's attention."""
 
 
+def is_measured(shape: ModelShape, adapter: Adapter | None) -> bool:
+    """Whether what layers hold is measured: of model types and adapters that no arithmetic is known of."""
+    return shape.counts is not None or (adapter is not None and adapter.kind == "dora")
+
+
 def has_formula(config: Mapping[str, Any]) -> bool:
     """Whether the parts of a model follow from its config alone; else they are counted in its modules."""
     return "text_config" not in config and config.get("model_type") in FAMILIES

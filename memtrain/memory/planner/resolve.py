@@ -137,7 +137,7 @@ def _resolve(asked: SourcedRecipe, facts: PlannerInputs) -> Resolved:
         prediction=prediction.model_copy(
             update={"budget_bytes": budget, "kind": kind_of_run(settings, facts.shape, facts.method)}
         ),
-        plain=predict(plain(settings, facts.profile), facts).model_copy(update={"budget_bytes": budget}),
+        plain=_plainly(settings, facts).model_copy(update={"budget_bytes": budget}),
         chosen=chosen,
         case=case,
         tried=tuple(tried),
@@ -193,6 +193,13 @@ def longest_that_fits(asked: SourcedRecipe, facts: PlannerInputs, most: int | No
         except DataError:  # No row is that short: what fits is longer, if there is anything.
             low = middle
     return best
+
+
+def _plainly(settings: Settings, facts: PlannerInputs) -> Prediction:
+    """The peaks of the run without any memory strategy; layers under other kernels are measured apart."""
+    bare = plain(settings, facts.profile)
+    is_alike = (bare.kernels, bare.liger) == (settings.kernels, settings.liger)
+    return predict(bare, facts if is_alike else facts.with_measured_layers([bare]))
 
 
 def plain(settings: Settings, profile: LengthProfile) -> Settings:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from memtrain.errors import DoesNotFit, Fault, OutOfMemory
 from memtrain.memory.explain.out_of_memory import needed, ways_out
 from memtrain.memory.explain.suggestions import Suggestion
-from memtrain.memory.model_shape.shape import ModelShape, has_formula, shape_of
+from memtrain.memory.model_shape.shape import ModelShape, has_formula, is_measured, shape_of
 from memtrain.memory.plan.plan import PhasePeak, Plan
 from memtrain.memory.plan.settings import Settings
 from memtrain.memory.plan.units import gib
@@ -72,11 +72,11 @@ def refuse_over_budget(
 def _ways(plan: Plan, settings: Settings, model: nn.Module, tokens: int) -> tuple[PhasePeak, str]:
     """(the peak predicted for one micro-batch of `tokens` in one row, changes with a lower peak).
 
-    Of layers that no formula knows the plan's peak, and changes whose peaks are not told.
+    Of layers that no arithmetic knows, DoRA's too, the plan's peak, and changes whose peaks are not told.
     """
     config = base_model(model).config.to_dict()
     shape = shape_of(config) if has_formula(config) else counted_shape(config)
-    if shape.is_floor:
+    if shape.is_floor or (shape.counts is None and is_measured(shape, settings.adapter)):
         return plan.prediction.peak, _untold(settings, shape)
     predicted, ways = ways_out(settings, shape, tokens, plan.prediction.budget_bytes)
     return predicted, _words(ways)
@@ -86,7 +86,7 @@ def _untold(settings: Settings, shape: ModelShape) -> str:
     """Changes that lower the peak of layers whose activations are not computed in a run."""
     changes = [] if settings.checkpoint_every == 1 else ["set memory.activation_checkpointing: on"]
     changes.append("set a smaller length.max_length")
-    kinds = ", ".join(shape.own_layers)
+    kinds = ", ".join(shape.own_layers) or "with DoRA"
     return (
         f"{', or '.join(changes)} (what its layers ({kinds}) need then is not known here; "
         "`memtrain plan` tells it where it can)"

