@@ -2,14 +2,20 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from small_runs import MODEL, dies_at, run_in, steps
+from transformers import AutoModelForCausalLM
 
 from memtrain.errors import LaunchError
+from memtrain.trainers.tools.chat import load_trained
+from memtrain.trainers.tools.export import export_run
+from memtrain.trainers.tools.merge import merge_run
+from memtrain.trainers.tools.trained_model import trained_model
 
 ROWS = MODEL + (
     "data: {{train: {{source: {rows}, limit: 24}}, eval_fraction: 0.2, cache_dir: {cache}}}\n"
@@ -88,3 +94,31 @@ def test_an_adapter_of_another_model_is_refused_with_its_tensor(first: tuple[Pat
         assert not (folder / name / "metrics.jsonl").exists()
     with pytest.raises(LaunchError, match="does not fit the model: it has no .*layers.2.* such tensors"):
         _going_on(folder, "sft", "builtin:arithmetic", "deep", "model.config.num_hidden_layers=3")
+
+
+def test_an_adapter_on_a_folder_is_used_from_anywhere(
+    first: tuple[Path, list[dict]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder, _ = first
+    monkeypatch.chdir(folder)
+    recipe = ROWS.format(method="sft", rows="builtin:arithmetic", cache=folder / "cache")
+    run_in(folder, "sft", recipe, ("train.max_steps=1",), "whole")
+    named = recipe.replace(
+        recipe[recipe.index("  config:") : recipe.index("  tokenizer:")], "  path: whole/final\n"
+    )
+    run_in(folder, "sft", named, ("train.max_steps=1", "model.adapter={r: 2}"), "relative")
+    config = json.loads((folder / "relative/final/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder / "whole/final")
+    monkeypatch.chdir(tmp_path)
+    merged = merge_run(folder / "relative/final", tmp_path / "merged")
+    assert merged.compared.mean < 1e-5
+    assert export_run(folder / "relative", tmp_path / "exported").is_adapter
+    alone = tmp_path / "alone"
+    shutil.copytree(folder / "relative/final", alone)
+    model = load_trained(trained_model(alone), 0)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(ids).logits
+        assert torch.allclose(model(ids).logits, whole, atol=1e-5)
+    with pytest.raises(LaunchError, match="is an adapter without the run that trained it"):
+        merge_run(alone)

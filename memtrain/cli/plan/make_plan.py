@@ -92,6 +92,7 @@ def make_plan(
         versions=versions(),
         host=_on_host(resolved),
         environment=loaded.environment,
+        started_in=str(Path.cwd()),
         num_trained=trained,
         num_parameters=total,
     )

@@ -234,6 +234,8 @@ class Plan(Section):
     """Predicted memory of the host by owner, all processes together, in the phase that needs most of it."""
     environment: tuple[EnvironmentText, ...] = ()
     """Texts of the recipe that came from environment variables."""
+    started_in: str = ""
+    """Working directory of the command: relative paths of the recipe lie below it."""
     num_trained: int = 0
     """Trained parameters of the model; 0 in plans that were made before they were counted."""
     num_parameters: int = 0
@@ -275,6 +277,24 @@ def run_fix(run: Path) -> str:
     near = difflib.get_close_matches(run.name, [one.name for one in runs], n=3, cutoff=0.4)
     found = [one for one in runs if one.name in near] or runs[:3]
     return f"did you mean {' or '.join(map(str, found))}?" if found else "give the folder of a run"
+
+
+def plan_of_run(run: Path, *, reveals: bool = True) -> Plan:
+    """The plan in a run folder, whose model's folders are absolute: the run is used from anywhere.
+
+    Raises: LaunchError as `read_plan`.
+    """
+    plan = read_plan(run / PLAN_FILE, reveals=reveals)
+    model = plan.recipe.model
+    places = {
+        key: str(Path(plan.started_in) / given)
+        for key in ("path", "tokenizer", "config")
+        if plan.started_in
+        and isinstance(given := getattr(model, key), str)
+        and (Path(plan.started_in) / given).exists()
+    }
+    recipe = plan.recipe.model_copy(update={"model": model.model_copy(update=places)})
+    return plan.model_copy(update={"recipe": recipe})
 
 
 def read_plan(path: Path, digest: str = "", *, reveals: bool = True) -> Plan:

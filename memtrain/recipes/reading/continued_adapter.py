@@ -194,8 +194,10 @@ def _with_base(
 
 
 def _last(path: str) -> str:
-    """The last part of a folder or hub id: copies of a model are told apart by it."""
-    return path.rstrip("/").rsplit("/", 1)[-1].lower()
+    """The last part of a folder or hub id, by which copies of a model are told from others; of a run's model
+    with the run's name."""
+    parts = path.rstrip("/").lower().split("/")
+    return "/".join(parts[-2:] if parts[-1] in ("final", "merged", "export", "model") else parts[-1:])
 
 
 def _node(value: Any, place: Place) -> Node:

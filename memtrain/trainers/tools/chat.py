@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.streamers import TextStreamer
 
 from memtrain.errors import LaunchError, MemtrainError, OutOfMemory, words_of
-from memtrain.memory.plan.plan import PLAN_FILE, read_plan
+from memtrain.memory.plan.plan import PLAN_FILE, plan_of_run, read_plan
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.data.tokenize.chat import template_of
 from memtrain.trainers.data.tokenize.template_limits import check_length, within_limits
@@ -22,7 +22,7 @@ from memtrain.trainers.model.loading.locate import unknown_model
 from memtrain.trainers.model.loading.own_code import trust_code
 from memtrain.trainers.model.loading.save import stop_at
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
-from memtrain.trainers.tools.trained_model import TrainedModel, trusting_recipe
+from memtrain.trainers.tools.trained_model import ADAPTER, TrainedModel, trusting_recipe
 
 
 class _Written(TextStreamer):
@@ -139,36 +139,13 @@ def load_trained(trained: TrainedModel, vocab_size: int) -> Any:
     Raises: LaunchError when it cannot be loaded.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if trained.is_adapter and not (trained.run / PLAN_FILE).is_file():
+        return load_adapter(_whole(trained, _named_base(trained)).to(device), str(trained.folder)).eval()
     if not trained.is_adapter:
         if (recipe := trusting_recipe(trained)) is not None:
             trust_code(recipe)
-        try:
-            read: Any = AutoModelForCausalLM.from_pretrained(
-                str(trained.folder),
-                trust_remote_code=False,
-                use_safetensors=True,
-                dtype="auto",
-                output_loading_info=True,
-            )
-            model, told = read
-        except Exception as error:  # each model class has faults of its own
-            if trained.config.get("auto_map"):
-                raise unknown_model(trained.config, f"{trained.folder}/config.json") from None
-            raise LaunchError(
-                f"{trained.folder} cannot be loaded: {words_of(error)}",
-                str(trained.folder),
-                "export the model again: memtrain export RUN",
-            ) from None
-        if lost := sorted(told["missing_keys"]):
-            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            raise LaunchError(
-                f"{trained.folder} has no weights for {lost[0]}{more}: they would be random",
-                str(trained.folder),
-                "export the model again: memtrain export RUN",
-            )
-        return model.to(device).eval()
-    path = Path(trained.run) / PLAN_FILE
-    plan = read_plan(path)
+        return _whole(trained, str(trained.folder)).to(device).eval()
+    plan = plan_of_run(trained.run)
     settings = plan.settings.model_copy(
         update={"device": device, "quantize": "none", "attention": "transformers"}
     )
@@ -183,3 +160,48 @@ def load_trained(trained: TrainedModel, vocab_size: int) -> Any:
     if plan.data.turn_end is not None:
         stop_at(base, plan.data.turn_end.token_id)
     return load_adapter(base, str(trained.folder)).to(device).eval()
+
+
+def _whole(trained: TrainedModel, place: str) -> Any:
+    """The model in a folder, or of the hub, as its file says, on the CPU.
+
+    Raises: LaunchError when it cannot be loaded whole.
+    """
+    is_own = place == str(trained.folder)
+    again = "export the model again: memtrain export RUN" if is_own else "bring that model to this machine"
+    try:
+        read: Any = AutoModelForCausalLM.from_pretrained(
+            place,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype="auto",
+            output_loading_info=True,
+        )
+        model, told = read
+    except Exception as error:  # each model class has faults of its own
+        if trained.config.get("auto_map"):
+            raise unknown_model(trained.config, f"{trained.folder}/config.json") from None
+        raise LaunchError(
+            f"{place} cannot be loaded: {words_of(error)}",
+            place,
+            again,
+        ) from None
+    if lost := sorted(told["missing_keys"]):
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise LaunchError(
+            f"{place} has no weights for {lost[0]}{more}: they would be random",
+            place,
+            again,
+        )
+    return model
+
+
+def _named_base(trained: TrainedModel) -> str:
+    """The model that an adapter without its run names as its own. Raises: LaunchError where it names none."""
+    if trained.base:
+        return trained.base
+    raise LaunchError(
+        f"{trained.folder} does not name the model that it was trained on",
+        str(trained.folder / ADAPTER),
+        "give the folder of its run, or write base_model_name_or_path into that file",
+    )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memtrain.errors import ResumeError
-from memtrain.memory.plan.plan import PLAN_FILE, Plan, read_plan
+from memtrain.memory.plan.plan import Plan, plan_of_run
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.build.components import build_model
@@ -39,6 +39,7 @@ from memtrain.trainers.tools.same_model import (
     row_of,
     unchecked_folder,
 )
+from memtrain.trainers.tools.trained_model import refuse_without_run, run_around
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,9 @@ def export_run(
     than the checkpoint; ResumeError when there is no sound
     checkpoint of that step.
     """
-    plan = read_plan(run / PLAN_FILE)
+    run = run_around(run)
+    refuse_without_run(run, "`export` writes")
+    plan = plan_of_run(run)
     output = output or run / "export"
     refuse_to_overwrite(output)
     to = known_dtype(dtype or plan.settings.dtype)
@@ -215,8 +218,11 @@ def _state(
 
 
 def _on_host(plan: Plan) -> Plan:
-    """The plan for one process on a CPU, with nothing done to activations."""
-    changes = {
+    """The plan for one process on a CPU, with nothing done to activations; trained weights are the
+    checkpoint's, so that an adapter which the run went on from is not read."""
+    adapter = plan.settings.adapter
+    changes: dict[str, object] = {
+        "adapter": adapter and adapter.model_copy(update={"path": None}),
         "device": "cpu",
         "num_processes": 1,
         "engine": "ddp",

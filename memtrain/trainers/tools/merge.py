@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
-from memtrain.memory.plan.plan import PLAN_FILE, read_plan
+from memtrain.memory.plan.plan import plan_of_run
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
@@ -36,7 +36,7 @@ from memtrain.trainers.tools.same_model import (
     row_of,
     unchecked_folder,
 )
-from memtrain.trainers.tools.trained_model import MERGED
+from memtrain.trainers.tools.trained_model import MERGED, refuse_without_run, run_around
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,10 @@ def merge_run(run: Path, output: Path | None = None, dtype: str | None = None) -
     Raises: LaunchError when the run has no plan or no finished adapter, `output` holds something, or the
     merged model is another one than the adapter on its base.
     """
+    run = run_around(run)
+    refuse_without_run(run, "`merge` folds")
     folder = RunFolder(run)
-    plan = read_plan(run / PLAN_FILE)
+    plan = plan_of_run(run)
     if not (folder.final / ADAPTER_FILE).is_file():
         is_full = (folder.final / "config.json").is_file()
         raise LaunchError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memtrain.errors import LaunchError
-from memtrain.memory.plan.plan import PLAN_FILE, read_plan
+from memtrain.memory.plan.plan import PLAN_FILE, plan_of_run
 from memtrain.recipes.reading.interpolate import literal
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.model.loading.locate import ADAPTER_FILE, adapter_of, find_origin
@@ -56,7 +56,7 @@ def find_scored(model: str, overrides: Sequence[str]) -> Scored:
     if given:
         base = ()
     elif plan.is_file():
-        recipe = read_plan(plan).recipe
+        recipe = plan_of_run(plan.parent).recipe
         base = (*_words(recipe.model), f"train.seed={recipe.train.seed}")
     elif adapter.base:
         base = (word("model.path", adapter.base),)

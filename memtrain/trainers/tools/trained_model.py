@@ -21,7 +21,7 @@ from memtrain.memory.model_shape.config_file import (
     read_json_object,
     refuse_pipes,
 )
-from memtrain.memory.plan.plan import PLAN_FILE, read_plan, run_fix
+from memtrain.memory.plan.plan import PLAN_FILE, plan_of_run, run_fix
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.run_folder.folder import RunFolder
 
@@ -68,11 +68,29 @@ class TrainedModel:
         return self.config.get("task_type") == "SEQ_CLS" or any("Classification" in kind for kind in kinds)
 
 
+def run_around(folder: Path) -> Path:
+    """The run whose model a folder is (`RUN/final`); any other folder is itself."""
+    is_final = folder.absolute().name == "final" and (folder.absolute().parent / PLAN_FILE).is_file()
+    return folder.absolute().parent if is_final else folder
+
+
+def refuse_without_run(folder: Path, what: str) -> None:
+    """Raise LaunchError for an adapter that lies without the run that trained it; `what`: needs one."""
+    if (folder / ADAPTER).is_file() and not (folder / PLAN_FILE).is_file():
+        raise LaunchError(
+            f"{folder} is an adapter without the run that trained it, and {what} a run's",
+            str(folder),
+            "give the folder of its run; to train it on here, name it in model.adapter.path; PEFT's "
+            "merge_and_unload merges one of another program",
+        )
+
+
 def trained_model(run: Path) -> TrainedModel:
     """The finished model of a run folder, or of a model folder itself.
 
     Raises: LaunchError when there is none, it is not a folder, or its configuration is damaged.
     """
+    run = run_around(run)
     if not run.is_dir():
         raise LaunchError(f"there is no folder {run}", str(run), run_fix(run))
     final = RunFolder(run).final
@@ -132,8 +150,8 @@ def whole_model(model: TrainedModel, purpose: str) -> Path:
 
 def recipe_of(trained: TrainedModel) -> Model | None:
     """The model's section of the run's recipe; None of a model folder without a run."""
-    path = trained.run / PLAN_FILE
-    return read_plan(path, reveals=False).recipe.model if path.is_file() else None
+    is_of_run = (trained.run / PLAN_FILE).is_file()
+    return plan_of_run(trained.run, reveals=False).recipe.model if is_of_run else None
 
 
 def trusting_recipe(trained: TrainedModel) -> Model | None:

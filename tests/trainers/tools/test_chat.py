@@ -83,7 +83,7 @@ def test_an_adapter_stops_at_the_end_of_turns_that_it_learned(
     base = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=2))
     base.to = lambda device: base
     base.eval = lambda: base
-    monkeypatch.setattr(chat, "read_plan", lambda path: plan)
+    monkeypatch.setattr(chat, "plan_of_run", lambda run: plan)
     monkeypatch.setattr(chat, "load_model", lambda *_, **__: base)
     monkeypatch.setattr(chat, "load_adapter", lambda model, folder: model)
     trained = TrainedModel(tmp_path, tmp_path / "final", "run", {}, is_adapter=True)

@@ -86,6 +86,10 @@ def add_adapter(
         warnings.filterwarnings("ignore", ".*_pattern keys did not match any targeted module.*")
         adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
     assert isinstance(adapted, PeftModel), "PEFT wraps the model."
+    own = adapted.active_peft_config
+    if own.base_model_name_or_path and Path(own.base_model_name_or_path).is_dir():
+        # Of any working directory: the adapter is used from others.
+        own.base_model_name_or_path = str(Path(own.base_model_name_or_path).absolute())
     if is_keeping():
         _round_to(adapted, model.dtype)
     compute_in_input_dtype(adapted)
