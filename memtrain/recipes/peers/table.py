@@ -1,7 +1,7 @@
 """The table of another trainer: a row for each of its keys, read from `keys/NAME.toml`.
 
 ```toml
-[tool]         # name (as --tool takes it), title, version and source that the rows were read from
+[tool]         # name (as --tool takes it), title, version, source of the rows, and what of the tool is read
 [sentences]    # of several rows: upload = "nothing is uploaded", then lost = "$upload"
 
 ["Model"]      # a heading of the tool's page, with its rows; a key with * stands for all that it matches
@@ -143,6 +143,8 @@ class Table:
     title: str
     version: str
     source: str
+    reads: str
+    """What of it is read; empty where no configuration is."""
     rows: Mapping[str, Row]
     assumed: Mapping[str, object] = field(default_factory=lambda: _NONE)
     """What the tool takes and has no key for, by TRL's names."""
@@ -202,7 +204,16 @@ def table(name: str) -> Table:
         for heading, section in read.items()
         for key, given in section.items()
     }
-    return Table(tool["name"], tool["title"], tool["version"], tool["source"], rows, assumed, values)
+    return Table(
+        tool["name"],
+        tool["title"],
+        tool["version"],
+        tool["source"],
+        tool.get("reads", ""),
+        rows,
+        assumed,
+        values,
+    )
 
 
 def tables() -> Iterator[Table]:

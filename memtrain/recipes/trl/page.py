@@ -1,8 +1,8 @@
-"""The page for users of TRL, in Markdown: every key, with its counterpart."""
+"""The page for users of TRL, in Markdown: every key, with its counterpart; and the table of all tools."""
 
 from __future__ import annotations
 
-from memtrain.recipes.peers.table import Row, table, yaml_word
+from memtrain.recipes.peers.table import Row, table, tables, yaml_word
 
 _HEAD = """\
 # Migrating from TRL
@@ -61,3 +61,10 @@ def _becomes(row: Row) -> str:
         f"`{old}` is `{yaml_word(new)}`" for old, new in row.values.items() if old not in ("true", "false")
     )
     return f"`{row.to.replace('{method}', 'METHOD')}`" + (f" ({words})" if words else "")
+
+
+def tools_table() -> str:
+    """The table of docs/importing.md: what is read of each tool, and the source of its rows."""
+    rows = [f"| {one.title} | {one.reads} | {one.source} |" for one in tables() if one.reads]
+    head = "| tool | what is read | source of its table in `memtrain/recipes/peers/keys/` |"
+    return "\n".join([head, "|---|---|---|", *rows])

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from memtrain.recipes.importers.guess import UNREAD
 from memtrain.recipes.importers.importing import TOOLS
 from memtrain.recipes.importers.own_changes import changes_of
 from memtrain.recipes.peers.savings import KINDS
 from memtrain.recipes.peers.table import tables
 from memtrain.recipes.trl import groups
 from memtrain.recipes.trl.distillation import distillation
+from memtrain.recipes.trl.page import tools_table
 from memtrain.recipes.trl.writing import default_of
 
 DATA = Path(__file__).parents[1] / "data"
@@ -98,3 +100,9 @@ def test_a_script_has_the_changes_of_trl_with_its_own_keys():
     assert {"accelerate_config", "precompute_ref_log_probs", "activation_offloading"} <= keys
     assert {"get_peft_model.r", "from_pretrained.load_in_4bit", "use_liger_kernel"} <= keys
     assert "use_peft" not in keys
+
+
+def test_the_page_has_the_tools_as_their_tables_say_and_names_those_that_are_not_read():
+    page = (Path(__file__).parents[3] / "docs" / "importing.md").read_text()
+    assert tools_table() in page
+    assert [title for title in UNREAD if title not in page] == []
