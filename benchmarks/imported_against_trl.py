@@ -5,7 +5,8 @@ python benchmarks/imported_against_trl.py --trl trl-env/bin/python [--methods dp
 
 A script for each method is written, run as it stands, and imported as it stands; the recipe is trained with
 nothing changed but the run folder. Rows are as many as a step takes, so that no order matters; float32 on a
-processor. Printed are both losses of every step.
+processor. Printed are both losses of every step. ORPO's are apart by what its import tells: TRL counts the
+likelihood of prompts too.
 """
 
 from __future__ import annotations

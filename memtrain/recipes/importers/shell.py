@@ -306,6 +306,14 @@ class _Words:
 
     whole: list[str] = field(default_factory=list[str])
     last: str | None = None
+    quoted: set[int] = field(default_factory=set[int])
+    """Places of words that begin with a quote: they redirect nothing."""
+
+    def quote(self) -> None:
+        """A quote opens or closes."""
+        if self.last is None:
+            self.quoted.add(len(self.whole))
+        self.put("")
 
     def put(self, text: str) -> None:
         self.last = (self.last or "") + text
@@ -341,14 +349,14 @@ def words_of(text: str, shell: _Shell) -> list[str]:
             at = several.end()
         elif letter == "'" and quote != '"':
             quote = "" if quote else letter
-            words.put("")
+            words.quote()
             at += 1
         elif quote == "'":
             words.put(letter)
             at += 1
         elif letter == '"':
             quote = "" if quote else letter
-            words.put("")
+            words.quote()
             at += 1
         elif letter == "\\" and at + 1 < len(text):
             keeps = quote == '"' and text[at + 1] not in '$`"\\\n'
@@ -370,14 +378,15 @@ def words_of(text: str, shell: _Shell) -> list[str]:
     if quote:
         raise ValueError("No closing quotation")
     words.end()
-    return _without_redirections(words.whole)
+    return _without_redirections(words.whole, words.quoted)
 
 
-def _without_redirections(words: list[str]) -> list[str]:
+def _without_redirections(words: list[str], quoted: set[int]) -> list[str]:
     kept: list[str] = []
     skips = False
-    for word in words:
-        found = None if words[:1] in (["[["], ["["], ["(("]) else _REDIRECTS.fullmatch(word)
+    for at, word in enumerate(words):
+        is_text = at in quoted or words[:1] in (["[["], ["["], ["(("])
+        found = None if is_text else _REDIRECTS.fullmatch(word)
         if skips or found is not None:
             skips = found is not None and not found[3] and not skips
             continue

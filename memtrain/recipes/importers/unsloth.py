@@ -199,6 +199,9 @@ def _source(given: Mapping[str, Any]) -> dict[str, Any] | None:
     """A source of a recipe from the arguments of `load_dataset`; None for one whose name is computed."""
     path, files = given.get("path"), given.get("data_files")
     split = given.get("split", "train")
+    if isinstance(split, list):
+        # Several datasets of one call: the first is trained on, as scripts have it.
+        split = next(iter(cast(list[Any], split)), "train")
     if isinstance(files, Mapping):
         files = cast(Mapping[str, Any], files).get(str(split).partition("[")[0])
     if path in _FORMATS:

@@ -293,3 +293,14 @@ def test_verls_sequence_parallelism_is_read(section: str):
     config = {**GRPO_OF_VERL, f"{section}.ulysses_sequence_parallel_size": 2}
     made = import_config(Foreign(TOOLS["verl"], config, None, 8, "run"), has_stand_ins=True)
     assert "context_parallel: 2" in made.text
+
+
+def test_a_call_that_loads_several_splits_names_the_first(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from datasets import load_dataset\nfrom trl import SFTConfig, SFTTrainer\n"
+        "train, held = load_dataset('a/b', split=['train_sft', 'test_sft'])\n"
+        "SFTTrainer(model='c/d', args=SFTConfig(output_dir='o'), train_dataset=train).train()\n"
+    )
+    recipe = import_config(read_foreign(str(script))).whole()
+    assert [(one.source, one.split) for one in recipe.data.train] == [("a/b", "train_sft")]

@@ -199,3 +199,14 @@ def test_arrays_keep_their_words():
 def test_quotes_that_never_close_are_told():
     with pytest.raises(RecipeError, match="No closing quotation"):
         read_command("python train.py --name 'open\n--max_length 3", "run.sh")
+
+
+def test_a_quoted_text_is_no_redirection(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python sft.py --model_name_or_path a/b --dataset_name c/d --output_dir '>x' "
+        "--eos_token '<|im_end|>' --seed 7 "
+        '>"log.txt" 2>&1\n'
+    )
+    config = read_foreign(str(script)).config
+    assert (config["eos_token"], config["output_dir"], config["seed"]) == ("<|im_end|>", ">x", 7)
