@@ -406,7 +406,8 @@ def _with_code(foreign: Foreign, made: Translation, output: str) -> dict[str, st
         return {}
     file = f"{Path(output).stem}_rewards.py"
     there = cast(list[object], made.recipe_keys.get("rewards.functions", ([], ""))[0])
-    weights = cast(list[object], made.config.get("reward_weights") or [])
+    given = made.config.get("reward_weights")
+    weights = cast(list[object], given) if isinstance(given, list) else []
     asked: list[dict[str, object]] = [{"function": f"./{file}:{name}"} for name in names]
     for one, weight in zip(asked, weights[len(there) :], strict=False):
         one["weight"] = weight
