@@ -55,7 +55,9 @@ def unknown_key(
     by_leaf = {name.split(".")[-1]: name for name in reversed(every_key(Recipe))}
     leaves = difflib.get_close_matches(key.lower(), by_leaf, n=2, cutoff=0.75)
     other = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.8)
-    if other and _likeness(key, other[0]) > max((_likeness(key, one) for one in (*near, *leaves)), default=0):
+    own = max((_likeness(key, one) for one in (*near, *leaves)), default=0.0)
+    # There are hundreds of other tools' words: one has to be far more like than a key of memtrain's own.
+    if other and _likeness(key, other[0]) > own + (0.1 if near else 0.0):
         advice = known[other[0]]
         # Another tool's word that only looks alike: a guess, and told as one.
         fix = f"did you mean '{other[0]}'? "
