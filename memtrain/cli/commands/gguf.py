@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Annotated
@@ -74,9 +75,20 @@ def _convert(words: list[str], folder: Path, unchecked: Path, target: Path) -> s
     """
     from memtrain.trainers.tools.gguf_check import NotTheModel, can_compare, compare
 
+    if target.exists() and not target.is_file():
+        what = "a folder" if target.is_dir() else "no regular file"
+        raise LaunchError(f"{target} is {what}", str(target), "choose another --output")
     _write(unchecked, "")
     try:
-        if subprocess.run(words, check=False).returncode:
+        try:
+            ended = subprocess.run(words, check=False)
+        except OSError as error:
+            raise LaunchError(
+                f"llama.cpp's converter cannot be started: {error.strerror}",
+                words[0],
+                "install it again: it must be a program (a first line such as #!/usr/bin/env python3)",
+            ) from None
+        if ended.returncode:
             raise LaunchError("llama.cpp's converter failed", str(folder), "read its message above")
         if not unchecked.is_file() or not unchecked.stat().st_size:
             raise LaunchError(
@@ -104,7 +116,10 @@ def _convert(words: list[str], folder: Path, unchecked: Path, target: Path) -> s
         unchecked.replace(target)
         return found
     finally:
-        unchecked.unlink(missing_ok=True)
+        if unchecked.is_dir():
+            shutil.rmtree(unchecked, ignore_errors=True)
+        else:
+            unchecked.unlink(missing_ok=True)
 
 
 def _write(file: Path, text: str) -> None:

@@ -114,7 +114,8 @@ def _read(file: Path, place: Place, faults: Faults) -> dict[str, Any] | None:
         faults.add(
             f"model.adapter.path: no run goes on from the adapter in {file.parent}: {reason}",
             place,
-            "merge it into its model (memtrain merge), name the result in model.path, and train a new one",
+            "merge it into its model with PEFT (merge_and_unload), name the result in model.path, and train "
+            "a new one",
         )
     return None if wrong or reason else given
 

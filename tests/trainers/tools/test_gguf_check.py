@@ -1,6 +1,7 @@
 """A GGUF file that is another model than the one it was made of is refused, whatever the converter said."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -205,3 +206,25 @@ def test_a_converter_that_writes_nothing_is_no_success_and_without_the_package_i
     assert main(["gguf", str(folder)]) == 0
     assert "pip install gguf" in " ".join(capsys.readouterr().out.split())
     assert (folder / "model.gguf").read_text() == "something"
+
+
+def test_a_converter_that_cannot_run_and_a_place_that_holds_no_file_are_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    model_of(tmp_path / "model")
+    program = tmp_path / "convert_hf_to_gguf.py"
+    monkeypatch.setattr("shutil.which", lambda name: str(program))
+    for text in ("no program", "#!/nowhere/python\n"):
+        program.write_text(text)
+        program.chmod(0o755)
+        assert main(["gguf", str(tmp_path / "model")]) == 5
+        assert "converter cannot be started" in capsys.readouterr().err
+    program.write_text('#!/bin/sh\nrm "$3"; mkdir "$3"\n')
+    assert main(["gguf", str(tmp_path / "model")]) == 5
+    assert "wrote no model.gguf" in capsys.readouterr().err
+    assert not [one for one in (tmp_path / "model").iterdir() if "gguf" in one.name]
+    (tmp_path / "folder.gguf").mkdir()
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for name, what in (("folder", "is a folder"), ("pipe", "is no regular file")):
+        assert main(["gguf", str(tmp_path / "model"), "-o", str(tmp_path / f"{name}.gguf")]) == 5
+        assert what in capsys.readouterr().err

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BUILTIN = "builtin:tiny"
+AS_PUBLISHED = "take tokenizer.json as published with the model, or name another place of it: model.tokenizer"
+"""What to do about a tokenizer whose files are damaged."""
 
 
 def tokenizer_of(model: Model) -> PreTrainedTokenizerFast:
@@ -102,11 +104,10 @@ def load_tokenizer(
         if (Path(place) / "config.json").exists():
             # transformers reads it first: where that is what fails, it is not the tokenizer's fault.
             read_config(find_origin(place, None))
-        raise DataError(
-            f"cannot load the tokenizer '{name}': {words_of(error)}",
-            "model.tokenizer",
-            "check the name and the network; without one, give the path of a folder with tokenizer.json",
-        ) from None
+        fix = "check the name and the network; without one, give the path of a folder with tokenizer.json"
+        if Path(place).is_dir():
+            fix = AS_PUBLISHED
+        raise DataError(f"cannot load the tokenizer '{name}': {words_of(error)}", key, fix) from None
     if isinstance(tokenizer, PreTrainedTokenizerFast) and tokenizer.vocab_size < 2:
         raise _no_tokenizer(name, key)  # transformers makes an empty one of a configuration alone
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -129,7 +130,7 @@ def is_panic(error: BaseException) -> bool:
 
 def _check_works(tokenizer: PreTrainedTokenizerFast, name: str, key: str) -> None:
     """Raise DataError where a tokenizer breaks on a text, or adds tokens that it does not have."""
-    fix = "take tokenizer.json as published with the model, or name another place of it: model.tokenizer"
+    fix = AS_PUBLISHED
     try:
         ids: list[int] = tokenizer.backend_tokenizer.encode("a", add_special_tokens=True).ids
         tokenizer.backend_tokenizer.decode(ids)
