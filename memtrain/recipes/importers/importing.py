@@ -182,9 +182,9 @@ def _script(text: str, path: Path, asked: _Asked, given: Mapping[str, Any] = Map
         code, lost = functions_text(read.script, read.rewards, path.name, read.line)
         without = [one for several in lost.values() for one in several]
         names = [one for one in read.rewards if one not in without]
-        weights = dict(
-            zip(read.rewards, cast(list[Any], read.keys.get("reward_weights") or []), strict=False)
-        )
+        given_weights = read.keys.get("reward_weights")
+        listed = cast(list[Any], given_weights) if isinstance(given_weights, list) else []
+        weights = dict(zip(read.rewards, listed, strict=False))
         ready = [one for one in without if one in _OF_TRL]
         if ready:
             read.keys["reward_funcs"] = ready
