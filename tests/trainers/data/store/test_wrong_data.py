@@ -265,7 +265,7 @@ WRONG: dict[str, tuple[str, bytes, str, str, str]] = {
         "messages[0] has the role 'narrator'",
         "{file}:1",
         "use one of the roles system, developer, user, human, assistant, gpt, chatgpt, bot, model, tool, "
-        "function, observation",
+        "function, observation, function_call",
     ),
     "an image with a text beside it": (
         "d.jsonl",
