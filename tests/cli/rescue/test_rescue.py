@@ -264,7 +264,7 @@ def test_the_command_writes_a_valid_recipe(axolotl: str, tmp_path: Path, capsys:
     assert main(["rescue", axolotl, "--traceback", str(tmp_path / "oom.txt"), "-o", str(out)]) == 0
     said = capsys.readouterr().out
     assert "What held the memory, in the loss" in said
-    assert "The smallest change in Axolotl (keys of 0.19):" in said
+    assert "The smallest change in Axolotl (keys of 0.19.0):" in said
     assert "The result of training stays the same" in said
     assert load_recipe(str(out)).recipe.data.train[0].source == "rows.jsonl"
     assert "; written by `memtrain rescue`." in out.read_text().splitlines()[0]

@@ -136,9 +136,18 @@ ANY_STEP: Mapping[str, object] = {
     "max_steps": 1,
     "checkpoint_every": 0,
     "offload": "none",
+    "truncation": "keep_start",
+    "packing": "none",
+    "group_by_length": False,
+    "loss": "full",
     "loss_tile_bytes": 1,
+    "optimizer": "adamw",
+    "master_weights": False,
+    "expandable_segments": False,
 }
 """Others that have no default, and say nothing about a layer: an answer for one step is one for all."""
+ANY_ADAPTER: Mapping[str, object] = {"path": None, "base": None, "alpha": 32.0, "rslora": False}
+"""What of an adapter says nothing about its tensors."""
 RUN_BY_TRACES = (
     "memory/hardware",
     "memory/plan",
@@ -241,7 +250,9 @@ def layers_job(
     plain = {name: one.get_default() for name, one in fields if not one.is_required()}
     plain = {name: value for name, value in plain.items() if name not in LAYER_SETTINGS}
     has_liger = find_spec("liger_kernel") is not None and find_spec("triton") is not None
-    own = {"liger": settings.liger and has_liger}
+    own: dict[str, object] = {"liger": settings.liger and has_liger}
+    if settings.adapter is not None:
+        own["adapter"] = settings.adapter.model_copy(update=dict(ANY_ADAPTER))
     alone = settings.model_copy(update={**plain, **ANY_STEP, **own})
     return LayersJob(config=dict(config), settings=alone, treatments=tuple(sorted(treatments)))
 

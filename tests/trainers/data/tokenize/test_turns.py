@@ -140,6 +140,11 @@ def test_a_template_of_no_shipped_family_is_marked_as_its_likes_are(name: str, k
         "<|eot_id|>": "<|over|>",
         "<end_of_turn>": "<|over|>",
         "[/INST]": "[/Q]",
+        "<|eot|>": "<|over|>",
+        "<turn|>": "<over|>",
+        "<｜Assistant｜>": "<｜Answer｜>",  # noqa: RUF001  DeepSeek's own letters
+        "<|assistant|>": "<!assistant!>",
+        "'<|' + message.role + '|>": "'<!' + message.role + '!>",
     }
 
     def other(text: str) -> str:
