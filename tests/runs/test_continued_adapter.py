@@ -35,7 +35,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     """(the folder of runs, the metrics of one in it, `one`, that trained an adapter)."""
     folder = tmp_path_factory.mktemp("continued")
     recipe = ROWS.format(method="sft", rows="builtin:arithmetic", cache=folder / "cache")
-    shape = ("model.adapter.r=4", "model.adapter.alpha=12", "model.adapter.kind=dora")
+    shape = ("model.adapter.r=4", "model.adapter.alpha=12", "model.adapter.rslora=true")
     targets = ("model.adapter.target_modules=[q_proj,down_proj]", "model.adapter.modules_to_save=[lm_head]")
     return folder, run_in(folder, "sft", recipe, (*shape, *targets), "one")
 
@@ -50,7 +50,7 @@ def test_the_numbers_and_the_shape_are_the_adapters_own(first: tuple[Path, list[
     after = _going_on(folder, "sft", "builtin:arithmetic", "two", "train.max_steps=1", "optim.lr=1e-12")
     assert _held_out(after)[0] == _held_out(before)[-1]
     config = json.loads((folder / "two/final/adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["use_dora"]) == (4, 12, True)
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 12, True)
     assert sorted(config["target_modules"]) == ["down_proj", "q_proj"]
     one, two = (load_file(folder / name / "final/adapter_model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()

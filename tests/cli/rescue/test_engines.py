@@ -56,6 +56,7 @@ def test_zero_2_cuts_no_weights_under_an_adapter():
     assert owned(cut)["weights"] < 30 * GIB
 
 
+@pytest.mark.slow
 def test_the_change_that_fits_is_the_one_that_cuts_weights(tmp_path: Path):
     (tmp_path / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in LORA.items()))
     found = rescued(RescueQuestion(str(tmp_path / "run.yaml"), gpu="h100-nvl", num_gpus=8))

@@ -83,7 +83,11 @@ def test_a_change_of_the_result_is_reported(tmp_path: Path):
 @pytest.mark.parametrize(
     ("host", "said"),
     [
-        ("256GiB", "No change of keys in TRL that memtrain knows makes it fit the host's memory."),
+        pytest.param(
+            "256GiB",
+            "No change of keys in TRL that memtrain knows makes it fit the host's memory.",
+            marks=pytest.mark.slow,
+        ),
         ("2TiB", "By arithmetic nothing has to change in TRL for the card."),
     ],
 )
@@ -198,6 +202,7 @@ def test_eager_attention_of_padded_rows_is_planned(tmp_path: Path):
     assert found.own.learns == ()
 
 
+@pytest.mark.slow
 def test_modules_that_the_model_has_not_are_told_and_left_out(tmp_path: Path):
     """gpt-oss has stacks of experts and no gate_proj; PEFT passes over the name."""
     (tmp_path / "train.py").write_text(

@@ -82,7 +82,7 @@ def test_nothing_in_a_micro_batch_waits_for_the_device(
 
 
 def test_every_place_of_a_reference_has_its_words():
-    assert set(WHY) == {"none", "copy", "adapter_off", "precomputed", "synced"}
+    assert set(WHY) == {"none", "copy", "adapter_off", "adapter_start", "precomputed", "synced"}
 
 
 class OneItemASequence:

@@ -1,6 +1,7 @@
 """Code of a model: run where it is asked for and pinned, refused in every other case."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,9 +138,11 @@ def test_a_run_of_trusted_code_is_chatted_with_and_served_as_it_was_trained(
     assert type(load_trained(trained, 1)).__name__ == "TheirForCausalLM"
     assert "--trust-remote-code" in serve_words(trained)
     CONFIG_MAPPING._extra_content.pop("code_beside_it")
+    assert trained_model(run.model).run == place
+    alone = shutil.copytree(run.model, place / "alone")
     with pytest.raises(LaunchError, match="does not know code_beside_it models"):
-        load_trained(trained_model(run.model), 1)
-    assert "--trust-remote-code" not in serve_words(trained_model(run.model))
+        load_trained(trained_model(alone), 1)
+    assert "--trust-remote-code" not in serve_words(trained_model(alone))
 
 
 @pytest.mark.parametrize("revision", [None, "main", "v1.0", "abc123"])
