@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -116,10 +116,12 @@ def _convert(words: list[str], folder: Path, unchecked: Path, target: Path) -> s
         unchecked.replace(target)
         return found
     finally:
-        if unchecked.is_dir():
-            shutil.rmtree(unchecked, ignore_errors=True)
+        if unchecked.is_file():
+            unchecked.unlink()
         else:
-            unchecked.unlink(missing_ok=True)
+            # A folder in its place is the converter's: it goes only where it holds nothing.
+            with suppress(OSError):
+                unchecked.rmdir()
 
 
 def _write(file: Path, text: str) -> None:

@@ -188,6 +188,7 @@ def test_a_cache_folder_of_somebody_is_refused(tmp_path: Path):
 
 
 REMOVES = {
+    "cli/commands/gguf.py": {"replace", "rmdir", "unlink"},
     "trainers/runtime/own_trees.py": {"rmtree", "rename"},
     "trainers/runtime/atomic_files.py": {"replace", "unlink"},
     "trainers/checkpoints/checkpoint.py": {"rename"},
