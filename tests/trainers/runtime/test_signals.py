@@ -98,12 +98,16 @@ def test_every_signal_that_others_warn_with_is_heard():
 
 def test_a_closed_terminal_is_noted_and_stops_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(signals, "_hung_up", [])
-    before = signal.getsignal(signal.SIGHUP)
-    with outliving_terminal(), StopRequest() as request:
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert is_hung_up()
-        assert not request.asked
-    assert signal.getsignal(signal.SIGHUP) is before
+    # The tests themselves may run under nohup.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with outliving_terminal(), StopRequest() as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert is_hung_up()
+            assert not request.asked
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_under_nohup_nothing_is_changed(monkeypatch: pytest.MonkeyPatch):
