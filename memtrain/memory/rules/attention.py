@@ -10,6 +10,7 @@ from typing import cast
 from memtrain.errors import Fault, RecipeError
 from memtrain.memory.model_shape.config_names import canonical
 from memtrain.memory.model_shape.config_parts import head_dim_of
+from memtrain.memory.model_shape.families import FAMILIES
 from memtrain.memory.model_shape.length_rules import length_rules, own_layers
 from memtrain.memory.rules.tested_models import PACKING_TESTED_MODELS
 
@@ -234,12 +235,14 @@ def model_facts(config: Mapping[str, object]) -> dict[str, object]:
     config = canonical(config)
     model_type = str(config.get("model_type") or "")
     reach = {rule.kind: rule.tokens for rule in length_rules(config) if rule.depends == "reach"}
+    # A config.json may leave out what its family has by default: Gemma 2 caps its scores at 50.
+    own = (FAMILIES[model_type].defaults or {}) if model_type in FAMILIES else {}
     return {
         "head_dim": head_dim_of(config),
         "sliding_window_tokens": reach.get("window"),
         "chunk_tokens": reach.get("chunk"),
         "top_keys_tokens": reach.get("top_keys"),
-        "softcap": _positive(config, "attn_logit_softcapping"),
+        "softcap": _positive({**own, **config}, "attn_logit_softcapping"),
         "attention_dropout": _positive(config, "attention_dropout") or 0.0,
         "has_sinks": config.get("model_type") in MODELS_WITH_SINKS,
         "own_layers": own_layers(config),

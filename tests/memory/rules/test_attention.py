@@ -170,6 +170,8 @@ def test_a_back_end_asked_for_that_cannot_run_is_an_error_naming_those_that_can(
             {"softcap": 50.0, "attention_dropout": 0.1},
         ),
         ({"attn_logit_softcapping": None, "sliding_window": None}, {}),
+        ({"model_type": "gemma2"}, {"softcap": 50.0}),
+        ({"model_type": "gemma2", "attn_logit_softcapping": None}, {}),
         ({"model_type": "gpt_oss"}, {"has_sinks": True}),
         (
             {"layer_types": ["linear_attention", "full_attention", "moe"]},
