@@ -11,6 +11,7 @@ TABLES = (
     "test_layer_record",
     "test_outer_moments",
     "test_own_attention",
+    "test_trace_weights_on_host",
 )
 """Files that hold arithmetic and measured layers against traces: steps of models, of one to five seconds."""
 EVERY = 4
