@@ -11,7 +11,10 @@ TABLES = (
     "test_layer_record",
     "test_outer_moments",
     "test_own_attention",
+    "test_trace",
+    "test_trace_head",
     "test_trace_weights_on_host",
+    "test_trace_zero",
 )
 """Files that hold arithmetic and measured layers against traces: steps of models, of one to five seconds."""
 EVERY = 4
