@@ -15,6 +15,7 @@ TABLES = (
     "test_trace_head",
     "test_trace_weights_on_host",
     "test_trace_zero",
+    "test_zero_ranks",
 )
 """Files that hold arithmetic and measured layers against traces: steps of models, of one to five seconds."""
 EVERY = 4
