@@ -30,7 +30,6 @@ from memtrain.errors import EXIT_OUR_FAULT, MemtrainError
 from memtrain.recipes.importers.importing import Imported, import_config, read_foreign
 
 KINDS = (".yaml", ".yml", ".json", ".toml", ".py", ".sh", ".ipynb")
-COUNTED = ("read", "written", "planned", "traceback")
 MOST_SECONDS = 120
 """After which a file is given up, and counted as a fault."""
 

@@ -15,6 +15,7 @@ from memtrain.cli.output.terminal import print_text
 from memtrain.errors import RecipeError
 from memtrain.memory.model_shape.adapter_file import read_adapter_config
 from memtrain.memory.model_shape.config_file import model_of_run
+from memtrain.recipes.reading.adapter_config import ADAPTER_FILE
 from memtrain.recipes.reading.load import recipe_of_words
 from memtrain.recipes.reading.shipped import ENDINGS
 from memtrain.recipes.registry import METHODS
@@ -63,8 +64,11 @@ def model_word(model: str) -> str:
     Raises: RecipeError for an adapter, which is no model.
     """
     folder = Path(model_of_run(model)).expanduser()
-    if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():
-        base = read_adapter_config(folder / ADAPTER, "--model").get("base_model_name_or_path") or "ITS_MODEL"
+    if (folder / ADAPTER_FILE).is_file() and not (folder / "config.json").exists():
+        base = (
+            read_adapter_config(folder / ADAPTER_FILE, "--model").get("base_model_name_or_path")
+            or "ITS_MODEL"
+        )
         raise RecipeError(
             f"{model} is an adapter of {base}, not a model",
             "--model",
@@ -87,9 +91,6 @@ def _free_file(stem: str, header: str, text: str) -> tuple[Path, bool]:
         if before.startswith(header) and not Path("runs", path.stem, "metrics.jsonl").exists():
             return path, False
     raise AssertionError("count(1) has no end")
-
-
-ADAPTER = "adapter_config.json"
 
 
 def is_dataset(name: str) -> bool:

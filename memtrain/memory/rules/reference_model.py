@@ -74,12 +74,11 @@ def decide_reference(ledger: DecisionLog, *, passes: float) -> str:
     if section is None or (isinstance(section, Dpo | FromOwnCompletions) and not section.needs_reference):
         return "none"
     wanted, adapter, path = section.reference, recipe.model.adapter, f"{recipe.method}.reference"
-    start = "adapter_start" if adapter is not None and adapter.path is not None else "adapter_off"
     if wanted == "auto" and recipe.online is not None:
-        return "copy" if adapter is None else start
+        return "copy" if adapter is None else adapter.at_rest
     if wanted == "auto":
-        return start if adapter is not None and passes <= 1 else "precomputed"
-    if wanted == "adapter_start" and start != "adapter_start":
+        return adapter.at_rest if adapter is not None and passes <= 1 else "precomputed"
+    if wanted == "adapter_start" and (adapter is None or adapter.at_rest != "adapter_start"):
         ledger.refuse(
             "there is no adapter to begin with: model.adapter.path is not set",
             path,

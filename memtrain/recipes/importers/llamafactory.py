@@ -11,7 +11,7 @@ from memtrain.errors import RecipeError
 from memtrain.recipes.importers.dataset_info import FILE, find_info, named, read_info
 from memtrain.recipes.importers.engines import deepspeed, fsdp
 from memtrain.recipes.importers.positions import scale_positions
-from memtrain.recipes.importers.tool import Tool, ToolReading
+from memtrain.recipes.importers.tool import Tool, ToolReading, no_counterpart
 from memtrain.recipes.peers.table import table
 from memtrain.recipes.trl.translation import Lost
 
@@ -52,9 +52,7 @@ def read(reading: ToolReading) -> None:
     """
     stage = reading.get("stage", "sft")
     if stage not in METHODS:
-        raise RecipeError(
-            f"stage: {stage} has no counterpart in memtrain", "stage", f"give one of {', '.join(METHODS)}"
-        )
+        raise no_counterpart("stage", stage, METHODS)
     other = next((key for key in _INFERS if reading.config.get(key) not in (None, False)), None)
     if other is not None and not reading.on("do_train"):
         raise RecipeError(
@@ -356,11 +354,7 @@ def _losses(reading: ToolReading) -> None:
     if reading.method == "dpo":
         asked = str(reading.get("pref_loss", "sigmoid"))
         if asked not in _PAIRS:
-            raise RecipeError(
-                f"pref_loss: {asked} has no counterpart in memtrain",
-                "pref_loss",
-                f"give one of {', '.join(_PAIRS)}",
-            )
+            raise no_counterpart("pref_loss", asked, _PAIRS)
         parts = {asked: 1.0}
         if asked == "orpo":
             parts = {"sft": 1.0 + beside, "orpo": _number(reading, "pref_beta", 0.1)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import operator
 import posixpath
 import textwrap
 import warnings
@@ -14,6 +13,7 @@ from typing import Any, cast
 from memtrain.errors import RecipeError
 from memtrain.recipes.importers.notebook import with_indents, without_magics
 from memtrain.recipes.importers.script_arguments import Fields, Function, OwnArguments, own_arguments
+from memtrain.recipes.importers.shell import RELATIONS
 
 MOST_BYTES = 2**20
 """Largest script that is read. Taste."""
@@ -41,12 +41,7 @@ _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: lambda left, right: left % right,
 }
 _COMPARED: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
+    **RELATIONS,
     ast.Is: lambda left, right: left is right,
     ast.IsNot: lambda left, right: left is not right,
     ast.In: lambda left, right: left in right,

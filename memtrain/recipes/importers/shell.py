@@ -11,10 +11,11 @@ import operator
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 MOST_OPEN = 10_000
 """Letters of one command that its quotes may leave open, and of a value. Taste."""
@@ -524,7 +525,7 @@ _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     ast.Mod: lambda one, other: one - other * int(one / other),
     ast.Pow: lambda one, other: one**other if 0 <= other < 64 else 2**64,
 }
-_RELATIONS: dict[type, Callable[[int, int], bool]] = {
+RELATIONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -532,6 +533,7 @@ _RELATIONS: dict[type, Callable[[int, int], bool]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+"""Comparisons that a shell and Python write alike."""
 
 
 def _number(text: str, shell: _Shell, depth: int = 0) -> int | None:
@@ -563,8 +565,8 @@ def _sum(node: ast.expr, shell: _Shell, depth: int) -> int:
             made = _ARITHMETIC[type(op)](_sum(left, shell, depth), _sum(right, shell, depth))
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             made = -_sum(inner, shell, depth)
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _RELATIONS:
-            made = int(_RELATIONS[type(op)](_sum(left, shell, depth), _sum(right, shell, depth)))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in RELATIONS:
+            made = int(RELATIONS[type(op)](_sum(left, shell, depth), _sum(right, shell, depth)))
         case ast.BoolOp(op=op, values=values):
             truths = [_sum(one, shell, depth) != 0 for one in values]
             made = int(all(truths) if isinstance(op, ast.And) else any(truths))

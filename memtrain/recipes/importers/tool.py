@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from memtrain.errors import RecipeError
 from memtrain.recipes.peers.table import Row, Same, Table, table
-from memtrain.recipes.reading.continued_adapter import FILE as ADAPTER_FILE
+from memtrain.recipes.reading.adapter_config import ADAPTER_FILE
 from memtrain.recipes.trl.translation import Lost
 
 
@@ -162,3 +163,10 @@ def _one(tool: Tool, reading: ToolReading, key: str, value: object) -> None:
             reading.set_trl(row.trl, taken, key)
         else:
             reading.set_recipe(row.to, taken)
+
+
+def no_counterpart(key: str, value: object, known: Iterable[str]) -> RecipeError:
+    """The error about a value of a tool's key that is none of the `known` ones."""
+    return RecipeError(
+        f"{key}: {value} has no counterpart in memtrain", key, f"give one of {', '.join(known)}"
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from memtrain.errors import RecipeError
-from memtrain.recipes.importers.tool import Tool, ToolReading
+from memtrain.recipes.importers.tool import Tool, ToolReading, no_counterpart
 from memtrain.recipes.peers.table import table
 from memtrain.recipes.reading.load import read_mapping
 from memtrain.recipes.reading.yaml_tree import plain
@@ -126,11 +126,7 @@ def _of_engine(key: str) -> bool:
 def _online(reading: ToolReading) -> None:
     asked = str(reading.get("algorithm.adv_estimator", "gae"))
     if asked not in METHODS:
-        raise RecipeError(
-            f"algorithm.adv_estimator: {asked} has no counterpart in memtrain",
-            "algorithm.adv_estimator",
-            f"give one of {', '.join(METHODS)}",
-        )
+        raise no_counterpart("algorithm.adv_estimator", asked, METHODS)
     reading.method = METHODS[asked]
     if asked == "reinforce_plus_plus_baseline":
         reading.set_trl("scale_rewards", "batch", "algorithm.adv_estimator")

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 from memtrain.errors import Fault
 
+ADAPTER_FILE = "adapter_config.json"
+
 MOST_RANK = 2**16
 """Taste: far above the width of any projection."""
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from memtrain.recipes.reading.adapter_config import faults_of
+from memtrain.recipes.reading.adapter_config import ADAPTER_FILE, faults_of
 from memtrain.recipes.reading.regular_file import open_regular
 from memtrain.recipes.reading.yaml_tree import Entry, Faults, Items, Leaf, Mapping, Node, Place, Scalar, plain
 
-FILE = "adapter_config.json"
 MAX_BYTES = 2**20
 """Largest file that is read. Taste: the longest, with patterns of every layer, are under 100 KiB."""
 
@@ -47,7 +46,7 @@ def with_adapter_of_path(tree: Mapping, faults: Faults) -> Mapping:
     assert isinstance(adapter, Mapping)
     place = named.node.place
     folder = _folder(named.node.value, place, faults)
-    given = None if folder is None else _read(folder / FILE, place, faults)
+    given = None if folder is None else _read(folder / ADAPTER_FILE, place, faults)
     if folder is None or given is None:
         return tree
     shape = _shape(given)
@@ -69,7 +68,7 @@ def _folder(path: str, place: Place, faults: Faults) -> Path | None:
     """The folder of an adapter, or the one in a run's; absolute, since a run may start elsewhere."""
     given = Path(path).expanduser().absolute()
     for folder in (given, given / "final"):
-        if (folder / FILE).is_file():
+        if (folder / ADAPTER_FILE).is_file():
             return folder
     if (given / "config.json").is_file() or (given / "final" / "config.json").is_file():
         faults.add(
@@ -79,7 +78,7 @@ def _folder(path: str, place: Place, faults: Faults) -> Path | None:
         )
         return None
     faults.add(
-        f"model.adapter.path: there is no {FILE} in {path}",
+        f"model.adapter.path: there is no {ADAPTER_FILE} in {path}",
         place,
         "give the folder of a trained adapter, or of its run; one of the hub is brought by `hf download "
         "NAME --local-dir FOLDER`",

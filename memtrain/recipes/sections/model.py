@@ -53,6 +53,12 @@ class Adapter(Section):
     rslora: bool = False
     """Rank-stabilised scale, alpha / sqrt(r) (arXiv:2312.03732)."""
 
+    @property
+    def at_rest(self) -> Literal["adapter_off", "adapter_start"]:
+        """What a policy with this adapter is compared with: the model without it, or its start where a run
+        goes on from one."""
+        return "adapter_off" if self.path is None else "adapter_start"
+
     @model_validator(mode="after")
     def _something_named(self) -> Adapter:
         if self.base is not None and self.path is None:

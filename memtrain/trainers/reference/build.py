@@ -85,8 +85,7 @@ def make_reference(
     if kind == "adapter_start":
         return at_its_start(scorer)
     if kind == "precomputed":
-        goes_on = settings.adapter is not None and settings.adapter.path is not None
-        precompute(FrozenReference(scorer) if goes_on else _policy_at_rest(scorer))
+        precompute(FrozenReference(scorer) if _continued(settings) else _policy_at_rest(scorer))
         return Precomputed()
     held = copy()
     cast(Any, held).context = cast(Any, scorer).context
@@ -108,6 +107,11 @@ def frozen_scorer(
     return scorer_of(model.requires_grad_(False).eval(), "lm", settings).eval()
 
 
+def _continued(settings: Settings) -> str | None:
+    """Folder of the adapter that the run goes on from."""
+    return settings.adapter.path if settings.adapter is not None else None
+
+
 def _policy_at_rest(scorer: nn.Module) -> FrozenReference:
     """The policy without its adapter, where it has one."""
     model = cast(Any, scorer).model
@@ -125,8 +129,8 @@ def _copy(plan: Plan, scorer: nn.Module) -> nn.Module:
         model = load_model(recipe.model, settings, seed=recipe.train.seed, vocab_size=count)
         apply_liger(model, settings)
         apply_kernels(model, settings)
-        goes_on = settings.adapter is not None and settings.adapter.path
-        return frozen_scorer(load_adapter(model, goes_on) if goes_on else model, settings)
+        start = _continued(settings)
+        return frozen_scorer(load_adapter(model, start) if start else model, settings)
 
     # Of the policy's own weights, an adapter that needs whole ones or DeepSpeed asks otherwise.
     in_parts = settings.model_copy(update={"loads_shards": shards_weights(settings)})

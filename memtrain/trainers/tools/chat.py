@@ -12,6 +12,7 @@ from transformers.generation.streamers import TextStreamer
 
 from memtrain.errors import LaunchError, MemtrainError, OutOfMemory, words_of
 from memtrain.memory.plan.plan import PLAN_FILE, plan_of_run, read_plan
+from memtrain.recipes.reading.adapter_config import ADAPTER_FILE
 from memtrain.recipes.registry import METHODS
 from memtrain.trainers.data.tokenize.chat import template_of
 from memtrain.trainers.data.tokenize.template_limits import check_length, within_limits
@@ -22,7 +23,7 @@ from memtrain.trainers.model.loading.locate import unknown_model
 from memtrain.trainers.model.loading.own_code import trust_code
 from memtrain.trainers.model.loading.save import stop_at
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
-from memtrain.trainers.tools.trained_model import ADAPTER, TrainedModel, trusting_recipe
+from memtrain.trainers.tools.trained_model import TrainedModel, trusting_recipe
 
 
 class _Written(TextStreamer):
@@ -202,6 +203,6 @@ def _named_base(trained: TrainedModel) -> str:
         return trained.base
     raise LaunchError(
         f"{trained.folder} does not name the model that it was trained on",
-        str(trained.folder / ADAPTER),
+        str(trained.folder / ADAPTER_FILE),
         "give the folder of its run, or write base_model_name_or_path into that file",
     )

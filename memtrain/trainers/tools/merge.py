@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import plan_of_run
+from memtrain.recipes.reading.adapter_config import ADAPTER_FILE
 from memtrain.recipes.registry import METHODS
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.data.tokenize.tokenizer import load_tokenizer
@@ -23,7 +24,6 @@ from memtrain.trainers.model.loading.adapters import load_adapter
 from memtrain.trainers.model.loading.layers_of_files import without_data
 from memtrain.trainers.model.loading.lazy_save import LazyWeights, lazy_weights
 from memtrain.trainers.model.loading.load import DTYPES, load_model
-from memtrain.trainers.model.loading.locate import ADAPTER_FILE
 from memtrain.trainers.model.loading.save import refuse_to_overwrite, save_final, stop_at
 from memtrain.trainers.model.loading.sharded_init import Kept, NeedsWhole
 from memtrain.trainers.online.rewards.reading import READING_FILE

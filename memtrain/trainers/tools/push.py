@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.errors import LaunchError, words_of
-from memtrain.trainers.tools.trained_model import ADAPTER, CONFIG, GENERATION, TrainedModel
+from memtrain.recipes.reading.adapter_config import ADAPTER_FILE
+from memtrain.trainers.tools.trained_model import CONFIG, GENERATION, TrainedModel
 
 CARD = "README.md"
 VALUE_FOLDER = "value"
@@ -19,7 +20,7 @@ VALUE_FOLDER = "value"
 TEMPLATES_FOLDER = "additional_chat_templates"
 
 WRITTEN = (
-    *(CARD, CONFIG, ADAPTER, GENERATION, "reward_reading.json", "value_head.safetensors"),
+    *(CARD, CONFIG, ADAPTER_FILE, GENERATION, "reward_reading.json", "value_head.safetensors"),
     *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
     *("adapter_model.safetensors", "chat_template.jinja", f"{TEMPLATES_FOLDER}/*.jinja"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -101,7 +102,7 @@ def _own_code(config: dict[str, Any]) -> set[str]:
 def _local(model: TrainedModel, files: Sequence[tuple[str, int]]) -> list[str]:
     """Places of this machine in the configurations that go."""
     told: list[str] = []
-    for name in (ADAPTER, CONFIG, "tokenizer_config.json"):
+    for name in (ADAPTER_FILE, CONFIG, "tokenizer_config.json"):
         if name not in [one for one, _ in files]:
             continue
         try:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from memtrain.errors import LaunchError
 from memtrain.memory.plan.plan import PLAN_FILE, plan_of_run
+from memtrain.recipes.reading.adapter_config import ADAPTER_FILE
 from memtrain.recipes.reading.interpolate import literal
 from memtrain.recipes.sections.model import Model
-from memtrain.trainers.model.loading.locate import ADAPTER_FILE, adapter_of, find_origin
+from memtrain.trainers.model.loading.locate import adapter_of, find_origin
 from memtrain.trainers.run_folder.folder import RunFolder
 
 BASES = ("model.path=", "model.config=")

@@ -22,10 +22,11 @@ from memtrain.memory.model_shape.config_file import (
     refuse_pipes,
 )
 from memtrain.memory.plan.plan import PLAN_FILE, plan_of_run, run_fix
+from memtrain.recipes.reading.adapter_config import ADAPTER_FILE
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.run_folder.folder import RunFolder
 
-CONFIG, ADAPTER, GENERATION = "config.json", "adapter_config.json", "generation_config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 MERGED = "merged"
 """Folder of `memtrain merge` in a run folder."""
 BUILTIN = "builtin:"
@@ -76,7 +77,7 @@ def run_around(folder: Path) -> Path:
 
 def refuse_without_run(folder: Path, what: str) -> None:
     """Raise LaunchError for an adapter that lies without the run that trained it; `what`: needs one."""
-    if (folder / ADAPTER).is_file() and not (folder / PLAN_FILE).is_file():
+    if (folder / ADAPTER_FILE).is_file() and not (folder / PLAN_FILE).is_file():
         raise LaunchError(
             f"{folder} is an adapter without the run that trained it, and {what} a run's",
             str(folder),
@@ -95,13 +96,13 @@ def trained_model(run: Path) -> TrainedModel:
         raise LaunchError(f"there is no folder {run}", str(run), run_fix(run))
     final = RunFolder(run).final
     for folder in (final, run):
-        if any((folder / file).exists() for file in (ADAPTER, CONFIG)):
+        if any((folder / file).exists() for file in (ADAPTER_FILE, CONFIG)):
             refuse_pipes(folder, str(folder))
-        for file in (ADAPTER, CONFIG):
+        for file in (ADAPTER_FILE, CONFIG):
             if (folder / file).is_file():
-                read = read_adapter_config if file == ADAPTER else read_config_json
+                read = read_adapter_config if file == ADAPTER_FILE else read_config_json
                 config = read(folder / file, str(folder / file))
-                return TrainedModel(run, folder, _name_of(run), config, file == ADAPTER)
+                return TrainedModel(run, folder, _name_of(run), config, file == ADAPTER_FILE)
     raise LaunchError(
         f"{run} has no finished model",
         str(run),
@@ -139,7 +140,7 @@ def whole_model(model: TrainedModel, purpose: str) -> Path:
         raise LaunchError(
             f"{model.folder} is an adapter, and {purpose} needs the full model", str(model.run), merge
         )
-    if (merged / CONFIG).stat().st_mtime < (model.folder / ADAPTER).stat().st_mtime:
+    if (merged / CONFIG).stat().st_mtime < (model.folder / ADAPTER_FILE).stat().st_mtime:
         raise LaunchError(
             f"{merged} is older than the adapter in {model.folder}: it was merged before the run went on",
             str(merged),

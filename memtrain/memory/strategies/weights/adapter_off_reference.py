@@ -19,9 +19,7 @@ def kind_of(recipe: Recipe) -> str:
     """The adapter switched off; or of one that is continued switched to its start."""
     adapter, section = recipe.model.adapter, recipe.compared
     is_off = section is not None and section.reference == "adapter_off"
-    return (
-        "adapter_start" if adapter is not None and adapter.path is not None and not is_off else "adapter_off"
-    )
+    return "adapter_off" if adapter is None or is_off else adapter.at_rest
 
 
 def refusal(case: StrategyContext) -> str | None:

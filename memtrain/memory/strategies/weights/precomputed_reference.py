@@ -33,7 +33,7 @@ def keys_of(recipe: Recipe, kind: str) -> Mapping[str, object]:
 def _live(recipe: Recipe) -> str:
     """The reference that is asked in every step."""
     adapter = recipe.model.adapter
-    return "copy" if adapter is None else "adapter_off" if adapter.path is None else "adapter_start"
+    return "copy" if adapter is None else adapter.at_rest
 
 
 def refusal(case: StrategyContext) -> str | None:

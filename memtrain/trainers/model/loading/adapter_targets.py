@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from memtrain.errors import LaunchError
 from memtrain.memory.model_shape.adapter_file import read_adapter_config
 from memtrain.memory.model_shape.layer_parts import takes_experts
+from memtrain.recipes.reading.adapter_config import ADAPTER_FILE
 from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
 from memtrain.trainers.model.experts.forward import is_experts, stacks_of
 from memtrain.trainers.model.loading.weight_files import ADAPTER_WEIGHTS, header_of
@@ -23,10 +24,8 @@ PREFIX = "base_model.model."
 
 def check_adapter_files(folder: Path, key: str = "") -> None:
     """Refuse a folder whose adapter cannot be read whole, or is pickled. Raises: LaunchError."""
-    if not folder.is_dir():
-        return
     key = key or str(folder)
-    read_adapter_config(folder / "adapter_config.json", key)
+    read_adapter_config(folder / ADAPTER_FILE, key)
     file = folder / ADAPTER_WEIGHTS
     if not file.exists():
         raise LaunchError(
@@ -37,6 +36,15 @@ def check_adapter_files(folder: Path, key: str = "") -> None:
     header_of(file, key)
 
 
+def does_not_fit(folder: Path, why: str) -> LaunchError:
+    """The error about an adapter that a run was to go on from, and that is another model's."""
+    return LaunchError(
+        f"the adapter in {folder} does not fit the model: {why}",
+        "model.adapter.path",
+        "name the model that it was trained on in model.path, or train a new adapter (remove the path)",
+    )
+
+
 def check_continued(model: nn.Module, folder: Path) -> None:
     """Refuse before launch the adapter in `folder` where `model` has no place for one of its tensors, or a
     place of another size; its file's header alone is read.
@@ -44,28 +52,19 @@ def check_continued(model: nn.Module, folder: Path) -> None:
     Raises: LaunchError.
     """
     check_adapter_files(folder, "model.adapter.path")
-    fix = "name the model that it was trained on in model.path, or train a new adapter (remove the path)"
     modules = dict(model.named_modules())
     for name, tensor in header_of(folder / ADAPTER_WEIGHTS, "model.adapter.path").items():
         place, _, part = name.removeprefix(PREFIX).replace(".base_layer", "").partition(".lora_")
         module = modules.get(place if part else place.rpartition(".")[0])
         if module is None:
-            raise LaunchError(
-                f"the adapter in {folder} does not fit the model, which has no place for its {name}",
-                "model.adapter.path",
-                fix,
-            )
+            raise does_not_fit(folder, f"the model has no place for its {name}")
         weight = getattr(module, "weight", None)
         if not isinstance(module, nn.Linear) or part not in ("A.weight", "B.weight") or weight is None:
             continue
         axis, own = (1, module.in_features) if part == "A.weight" else (0, module.out_features)
         if list(tensor["shape"])[axis] != own:
-            raise LaunchError(
-                f"the adapter in {folder} does not fit the model: {place} is {own:,} wide, and its "
-                f"{name} is of {' x '.join(map(str, tensor['shape']))}",
-                "model.adapter.path",
-                fix,
-            )
+            size = " x ".join(map(str, tensor["shape"]))
+            raise does_not_fit(folder, f"{place} is {own:,} wide, and its {name} is of {size}")
 
 
 def check_targets(model: PreTrainedModel, adapter: Adapter, *, quantize: str = "none") -> None:

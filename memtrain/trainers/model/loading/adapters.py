@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from memtrain.errors import LaunchError, MemtrainError, first_line_of
 from memtrain.recipes.sections.model import ALL_LINEAR, Adapter
 from memtrain.trainers.model.experts.adapters import beside_experts, shapes_of_packed
-from memtrain.trainers.model.loading.adapter_targets import check_adapter_files, check_targets
+from memtrain.trainers.model.loading.adapter_targets import check_adapter_files, check_targets, does_not_fit
 from memtrain.trainers.model.loading.dora_parts import magnitudes_in_parts
 from memtrain.trainers.model.loading.dora_product import multiply_without_identity
 from memtrain.trainers.model.loading.lora_layers import in_few_kernels
@@ -102,29 +102,19 @@ def continue_adapter(model: PeftModel, folder: Path) -> None:
 
     Raises: LaunchError where its file is damaged, or has more or fewer numbers than this model's adapter.
     """
-    check_adapter_files(folder)
+    check_adapter_files(folder, "model.adapter.path")
     given = load_file(folder / ADAPTER_WEIGHTS)
-    fix = "name the model that it was trained on in model.path, or train a new adapter (remove the path)"
     try:
         set_peft_model_state_dict(model, dict(given))
     except RuntimeError as error:  # of sizes that differ
-        raise LaunchError(
-            f"the adapter in {folder} does not fit the model: {first_line_of(error)}",
-            "model.adapter.path",
-            fix,
-        ) from None
+        raise does_not_fit(folder, first_line_of(error)) from None
     own = get_peft_model_state_dict(model, save_embedding_layers=False)
     absent = sorted(name for name in own.keys() - given.keys() if SCORE not in name.split("."))
     more = sorted(given.keys() - own.keys())
     if absent or more:
         what = f"it has no {absent[0]}" if absent else f"the model has no place for its {more[0]}"
         count = len(absent) + len(more)
-        raise LaunchError(
-            f"the adapter in {folder} does not fit the model: {what}"
-            + (f" ({count} such tensors)" if count > 1 else ""),
-            "model.adapter.path",
-            fix,
-        )
+        raise does_not_fit(folder, f"{what} ({count} such tensors)" if count > 1 else what)
 
 
 def check_new_tokens_learn(model: PeftModel) -> None:
@@ -157,7 +147,8 @@ def load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
 
     Raises: LaunchError when the adapter does not fit the model, or is neither LoRA nor DoRA.
     """
-    check_adapter_files(Path(adapter))
+    if Path(adapter).is_dir():
+        check_adapter_files(Path(adapter))
     show_numbers_to_dora()
     multiply_without_identity()
     with warnings.catch_warnings():

@@ -23,11 +23,11 @@ from memtrain.memory.model_shape.config_file import (
     without_code,
 )
 from memtrain.memory.model_shape.rope_scaling import scaled
+from memtrain.recipes.reading.adapter_config import ADAPTER_FILE
 from memtrain.recipes.sections.model import Model
 from memtrain.trainers.runtime.oom_errors import is_out_of_memory
 
 HUB_TIMEOUT_S = 10.0
-ADAPTER_FILE = "adapter_config.json"
 NO_CODE_FIX = (
     "memtrain runs no code from the hub unasked (docs/security.md): use a model that transformers knows, "
     "update transformers, or download the model again"
